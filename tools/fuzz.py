@@ -62,7 +62,7 @@ def read_chunks(data: bytes) -> None:
         except HttpError as refusal:
             reported.append((refusal.status,))
         else:
-            reported.append((b"".join(body.payload), body.rest, body.whole))
+            reported.append((b"".join(body.payload), body.rest, body.is_complete))
     _same(*reported)
 
 
@@ -85,11 +85,11 @@ def read_response(data: bytes) -> None:
         response.read_head(raw[:end], to_head=False)
         rest = raw[end:]
         for piece in (rest[:cut], rest[cut:]):
-            if piece and not response.whole:
+            if piece and not response.is_complete:
                 passed = response.feed(piece)
                 _same(piece.startswith(passed), True)
         if response.framing is Framing.LENGTH and response.remaining < 0:
-            _same(response.whole, True)
+            _same(response.is_complete, True)
     except UpstreamProtocolError:
         return
 

@@ -31,7 +31,7 @@ REQUEST_WINDOW: Final = REFUSED + len(REASONS)
 TOKEN_WINDOW: Final = REQUEST_WINDOW + WINDOW_CELLS
 SLOT_CELLS: Final = TOKEN_WINDOW + WINDOW_CELLS
 
-MAX_UNSORTED: Final = 64  # responses that are kept until their tokens are counted
+MAX_UNCOUNTED: Final = 64  # responses that are kept until their tokens are counted
 
 
 class SlotRows(Protocol):
@@ -85,19 +85,49 @@ class LocalRows:
 class ApiCaller:
     """`slot`: index of its cells. All times are of the event loop's clock, in seconds.
 
-    A "look" evaluates all limits. Until the next look, that is while `begun < look_at` and the time
-    is before `until`, a request is admitted by just incrementing `begun`. `bound` is `look_at` if
-    neither models nor tokens have to be checked, else 0. Requests begun since the last look are
+    A check evaluates all limits. Until the next one, that is while `begun < check_at` and the time
+    is before `until`, a request is admitted by just incrementing `begun`. `bound` is `check_at` if
+    neither models nor tokens have to be checked, else 0. Requests begun since the last check are
     added to the windows at the next one, in the bucket in which they began: `until` is no later
     than the end of that bucket.
     """
 
     __slots__ = (
-        "_cells", "_count_tokens", "_fence", "_is_shared", "_limit", "_lines", "_looked_at",
-        "_max_inflight", "_others", "_over", "_published", "_rate", "_tokens_seen", "_tries",
-        "begun", "bound", "counts_at_once", "counts_later", "ended", "entry", "has_rates",
-        "input_tokens", "look_at", "models", "name", "output_tokens", "priority", "requests",
-        "settled", "slot", "token_rate", "tokens", "tokens_left", "unsorted", "until",
+        "_cells",
+        "_checked_at",
+        "_count_tokens",
+        "_fence",
+        "_is_shared",
+        "_limit",
+        "_lines",
+        "_max_inflight",
+        "_others",
+        "_over",
+        "_published",
+        "_rate",
+        "_tokens_seen",
+        "_tries",
+        "begun",
+        "bound",
+        "check_at",
+        "counts_immediately",
+        "defers_counts",
+        "ended",
+        "entry",
+        "has_rates",
+        "input_tokens",
+        "models",
+        "name",
+        "output_tokens",
+        "priority",
+        "requests",
+        "settled",
+        "slot",
+        "token_rate",
+        "tokens",
+        "tokens_left",
+        "uncounted",
+        "until",
     )  # fmt: skip
 
     def __init__(
@@ -106,17 +136,17 @@ class ApiCaller:
         self.name = entry.name
         self.slot = slot
         self._count_tokens = count_tokens
-        # Totals of this process: requests begun; requests ended, without `unsorted` and `settled`;
+        # Totals of this process: requests begun; requests ended, without `uncounted` and `settled`;
         # and the part of their difference that is in the cells.
         self.begun = self._over = self._published = 0
-        self.unsorted: list[Ended] = []  # ended, not counted yet (if `counts_later`)
+        self.uncounted: list[Ended] = []  # ended, not counted yet (if `defers_counts`)
         self.settled: list[TokenCounts] = []  # the same, if token limits apply
         self.ended = self.input_tokens = self.output_tokens = 0  # not in the cells yet
         self._cells = cells = rows.own(slot)
         self.requests = RateWindow(cells, REQUEST_WINDOW)
         self.tokens = RateWindow(cells, TOKEN_WINDOW)
-        self._looked_at = self._limit = 0  # `begun` at the last look; `begun` at the rate limit
-        self.tokens_left = self._tokens_seen = 0  # tokens left of the rate: now; at the last look
+        self._checked_at = self._limit = 0  # `begun` at the last check; `begun` at the rate limit
+        self.tokens_left = self._tokens_seen = 0  # tokens left of the rate: now; at the last check
         self._is_shared = False
         self._rate = self.token_rate = 0
         self.configure(entry, rows)
@@ -135,28 +165,28 @@ class ApiCaller:
         self._fence, self._tries = rows.fence, rows.tries
         for window in (self.requests, self.tokens):
             window.share_with(self._others, rows.fence, rows.tries)
-        self.counts_at_once = bool(self._max_inflight and self._others)
+        self.counts_immediately = bool(self._max_inflight and self._others)
         # The counts of other processes have to be read for each request.
         self._is_shared = bool(self._others and (self._max_inflight or self.has_rates))
-        # The end of a request and its tokens affect no decision before the next look.
-        self.counts_later = not (self.counts_at_once or self.token_rate)
-        self._lines, self.look_at, self.until = b"", 0, -inf
+        # The end of a request and its tokens affect no decision before the next check.
+        self.defers_counts = not (self.counts_immediately or self.token_rate)
+        self._lines, self.check_at, self.until = b"", 0, -inf
         self.bound = 0
-        self._looked_at = self.begun
+        self._checked_at = self.begun
         self.publish()
 
     def retire(self) -> None:
         """The name is no longer configured: requests in flight are still counted in the cells when
         they end."""
         self._count_taken()
-        self.counts_at_once, self.counts_later, self.bound = True, False, 0
-        self.look_at = 0
+        self.counts_immediately, self.defers_counts, self.bound = True, False, 0
+        self.check_at = 0
         self.publish()
 
     def publish(self) -> None:
         """Update the cells, except for the rates."""
-        if self.unsorted or self.settled:
-            self._sort()
+        if self.uncounted or self.settled:
+            self._count_ended()
         cells = self._cells
         in_flight = self.begun - self._over
         if in_flight != self._published:
@@ -170,8 +200,8 @@ class ApiCaller:
             cells[OUTPUT_TOKENS] += self.output_tokens
             self.input_tokens = self.output_tokens = 0
 
-    def _sort(self) -> None:
-        ended, self.unsorted = self.unsorted, []
+    def _count_ended(self) -> None:
+        ended, self.uncounted = self.uncounted, []
         settled, self.settled = self.settled, []
         count = len(ended) + len(settled)
         self._over += count
@@ -181,21 +211,21 @@ class ApiCaller:
         self.output_tokens += completions + sum(map(_completion_tokens, settled))
 
     def _count_taken(self) -> None:
-        """Add use of the rates since the last look to the windows, in the buckets of that time."""
+        """Add use of the rates since the last check to the windows, in the buckets of that time."""
         if self._is_shared:
             return  # counted immediately
         if self._rate:
-            self.requests.add(self.begun - self._looked_at)
+            self.requests.add(self.begun - self._checked_at)
         if self.token_rate:
             self.tokens.add(self._tokens_seen - self.tokens_left)
-        self._looked_at, self._tokens_seen = self.begun, self.tokens_left
+        self._checked_at, self._tokens_seen = self.begun, self.tokens_left
 
-    def _look(self, now: float) -> None:
-        """Evaluate all limits: how many requests may begin before the next look, and until when."""
-        if self.unsorted or self.settled:
-            self._sort()
+    def _check_limits(self, now: float) -> None:
+        """Evaluate all limits: how many requests may begin before the next time, and until when."""
+        if self.uncounted or self.settled:
+            self._count_ended()
         self._count_taken()
-        room = 0 if self._is_shared else MAX_UNSORTED
+        room = 0 if self._is_shared else MAX_UNCOUNTED
         if self._max_inflight:
             room = min(room, self._max_inflight - self.in_flight)
         until = inf
@@ -207,23 +237,23 @@ class ApiCaller:
                 room, self._limit = min(room, left), self.begun + left
             self._lines, until = self._lines_at(now)
         self.until = -inf if self._is_shared else until
-        self.look_at = self.begun + room
-        self.bound = 0 if self.token_rate or self.models else self.look_at
+        self.check_at = self.begun + room
+        self.bound = 0 if self.token_rate or self.models else self.check_at
 
     @property
     def in_flight(self) -> int:
         """Requests in flight, over all processes."""
-        here = self.begun - self._over - len(self.unsorted) - len(self.settled)
+        here = self.begun - self._over - len(self.uncounted) - len(self.settled)
         return here + sum([cells[IN_FLIGHT] for cells in self._others])
 
     def begin(self, now: float) -> Reason | None:
         """Count a request as in flight and in this minute's rate. If a limit is reached, returns
         the limit and counts nothing."""
-        if self.begun >= self.look_at or now >= self.until:
+        if self.begun >= self.check_at or now >= self.until:
             if self._is_shared:
                 return self._begin_beside_others(now)
-            self._look(now)
-            if self.begun >= self.look_at:
+            self._check_limits(now)
+            if self.begun >= self.check_at:
                 if self._max_inflight and self.in_flight >= self._max_inflight:
                     return "max_inflight"
                 return "requests_per_minute"
@@ -256,7 +286,7 @@ class ApiCaller:
 
     def _leave(self) -> None:
         self._over += 1
-        if self.counts_at_once:
+        if self.counts_immediately:
             self.publish()
 
     def cancel(self, bucket: int, now: float) -> None:
@@ -278,7 +308,7 @@ class ApiCaller:
         if self._is_shared:
             return tokens if self.tokens.take(tokens, limit, now) else None
         if now >= self.until:
-            self._look(now)
+            self._check_limits(now)
         left = self.tokens_left - tokens
         if left < 0:
             return None
@@ -298,13 +328,13 @@ class ApiCaller:
         self.output_tokens += completion
         if self.token_rate:
             self.settle(reserved, bucket, prompt + completion, now)
-        if self.counts_at_once:
+        if self.counts_immediately:
             self.publish()
 
     def settle(self, reserved: int, bucket: int, used: int, now: float) -> None:
         """Used tokens replace those that were reserved in this bucket."""
         if not self._is_shared and now >= self.until:
-            self._look(now)
+            self._check_limits(now)
         more = used - reserved
         if self._is_shared or (more < 0 and bucket != self.tokens.bucket):
             before = self.tokens.total
@@ -324,7 +354,7 @@ class ApiCaller:
         """Header lines with the state of its rates; it must have at least one. Resets are in whole
         seconds, so for a while only the remaining numbers change."""
         if now >= self.until:
-            self._look(now)
+            self._check_limits(now)
         if self.token_rate:
             left = self.tokens_left
             left = left if left > 0 else 0  # noqa: FURB136 - each request

@@ -31,10 +31,10 @@ from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, walk_large_jso
 from omni_proxy.routing.inspect.model_field import walk_model_spans
 from omni_proxy.routing.inspect.requirements import (
     Requirements,
+    check_large_body,
     has_json_body,
     inspect_request,
     requirements_of_large_json,
-    settle_unread,
 )
 from omni_proxy.routing.model_aliases import choose_target, name_adapter
 from omni_proxy.routing.pick import pick_worker, unavailable
@@ -258,7 +258,7 @@ class Picker:
         assert route is not None
         need = known or inspect_request(route, body, head)
         if need.large_body_class:
-            settle_unread(services.fleet, need)
+            check_large_body(services.fleet, need)
         if services.fleet.has_ranks:
             pin_to_rank(need, head.hints, body)
         need.model = need.model or request.model or None

@@ -245,7 +245,7 @@ def workers_held_for_update(
 ) -> list[Worker]:
     """Workers that are ineligible only because of a weight operation; [] if another worker is
     eligible, or the cause is different."""
-    remaining = _meant(fleet, requirements, owner)
+    remaining = _addressed(fleet, requirements, owner)
     for code, _, narrow in _steps(requirements, role):
         if code == "all_held":
             break
@@ -256,7 +256,7 @@ def workers_held_for_update(
     )
 
 
-def _meant(fleet: Fleet, requirements: Requirements, owner: str) -> list[Worker]:
+def _addressed(fleet: Fleet, requirements: Requirements, owner: str) -> list[Worker]:
     """The workers that the request's pinning allows: one if it names a worker or a stored voice."""
     if requirements.pinning is NAMED:
         pinned = fleet.get(requirements.named_worker)
@@ -370,7 +370,7 @@ def _steps(requirements: Requirements, role: Role) -> Iterator[_Step]:
         "none_healthy",
         lambda remaining: (
             "no worker that could take it is healthy: "
-            + _each([_standing(worker)] for worker in remaining)
+            + _each([_state_reason(worker)] for worker in remaining)
         ),
         lambda remaining: [worker for worker in remaining if worker.routable],
     )
@@ -381,7 +381,7 @@ def _steps(requirements: Requirements, role: Role) -> Iterator[_Step]:
     )
 
 
-def _standing(worker: Worker) -> str:
+def _state_reason(worker: Worker) -> str:
     return "half-open" if worker.health.is_half_open else worker.health.state.value
 
 

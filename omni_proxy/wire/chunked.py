@@ -30,14 +30,14 @@ def _bad(message: str) -> HttpError:
 
 
 class ChunkedBody:
-    """Pass received bytes to `feed`; once `whole` is true, `payload` is the body and `rest` the
-    bytes after it."""
+    """Pass received bytes to `feed`; once `is_complete` is true, `payload` is the body and `rest`
+    the bytes after it."""
 
-    __slots__ = ("_buffer", "_chunk", "_limit", "_read", "_trailer", "payload", "whole")
+    __slots__ = ("_buffer", "_chunk", "_limit", "_read", "_trailer", "is_complete", "payload")
 
     def __init__(self, limit: int) -> None:
         self.payload: list[bytes] = []
-        self.whole = False
+        self.is_complete = False
         self._buffer = bytearray()
         self._chunk = 0  # bytes missing from the current chunk, including its CRLF
         self._read = 0
@@ -51,7 +51,7 @@ class ChunkedBody:
     def feed(self, piece: bytes) -> None:
         """Raises HttpError 400 for broken framing, 413 past the limit."""
         self._buffer += piece
-        while not self.whole and self._step():
+        while not self.is_complete and self._step():
             pass
 
     def _step(self) -> bool:
@@ -66,7 +66,7 @@ class ChunkedBody:
                 raise _bad("the trailer is too long")
             if line and not _FIELD.match(line):
                 raise _bad("a trailer line is not a valid field")
-            self.whole = not line
+            self.is_complete = not line
             return True
         found = _SIZE.match(line)
         if not found:

@@ -1,8 +1,8 @@
 """A worker's response: the head cleaned, the body followed to its exact end.
 
-Invariant: only the framing makes `whole` true, and no byte past the end is forwarded (response
-splitting). `excess`: such bytes arrived, and the connection can't be reused. Body bytes are never
-changed here.
+Invariant: only the framing makes `is_complete` true, and no byte past the end is forwarded
+(response splitting). `excess`: such bytes arrived, and the connection can't be reused. Body bytes
+are never changed here.
 """
 
 from __future__ import annotations
@@ -66,8 +66,17 @@ class UpstreamResponse:
     """One response: call `read_head`, then `feed` its body. Also the callback object of llhttp."""
 
     __slots__ = (
-        "between", "excess", "framing", "keep_alive", "lines", "parser", "refused", "remaining",
-        "sse", "status", "whole",
+        "between",
+        "excess",
+        "framing",
+        "is_complete",
+        "keep_alive",
+        "lines",
+        "parser",
+        "refused",
+        "remaining",
+        "sse",
+        "status",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -78,7 +87,7 @@ class UpstreamResponse:
         self.remaining = 0
         self.keep_alive = False
         self.sse = False
-        self.whole = False
+        self.is_complete = False
         self.excess = False
         self.between = READS_CHUNKS  # llhttp is between two chunks, so it can skip whole chunks
         self.refused = b""  # the piece of a chunked body with the framing error
@@ -105,11 +114,11 @@ class UpstreamResponse:
             raise UpstreamProtocolError(f"status {self.status}")
         self._clean(head)
         if to_head or self.status in (204, 304) or self.status < 200:
-            self.whole = True  # RFC 9112 6.3: no body, regardless of the fields
+            self.is_complete = True  # RFC 9112 6.3: no body, regardless of the fields
         elif self.framing is LENGTH:
-            self.whole = self.remaining == 0
+            self.is_complete = self.remaining == 0
         else:
-            self.whole = False
+            self.is_complete = False
             self.keep_alive &= self.framing is CHUNKED
 
     def _clean(self, head: bytes) -> None:
@@ -170,12 +179,12 @@ class UpstreamResponse:
             if self.excess:
                 self.refused = piece
                 raise UpstreamProtocolError("bytes after the end of the response")
-            if self.whole:
+            if self.is_complete:
                 return self._without_stray_lines(piece)
         elif self.framing is LENGTH:
             self.remaining -= len(piece)
             if self.remaining <= 0:
-                self.whole = True
+                self.is_complete = True
                 if self.remaining < 0:
                     self.excess = True
                     return piece[: self.remaining]
@@ -202,19 +211,19 @@ class UpstreamResponse:
         if self.refused:
             ended = not last or _ends_with_chunk(last)
             return ended and _is_refused_after_a_chunk(self.refused)
-        if self.whole:
+        if self.is_complete:
             return False
         try:
             self.parser.feed_data(LAST_CHUNK)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             return False
-        return self.whole
+        return self.is_complete
 
     def on_message_complete(self) -> None:
-        self.whole = True
+        self.is_complete = True
 
     def on_message_begin(self) -> None:
-        self.excess = self.whole
+        self.excess = self.is_complete
 
 
 def check_interim(count: int) -> None:

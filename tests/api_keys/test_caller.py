@@ -96,8 +96,8 @@ def test_deferred_counts_keep_the_limits_and_are_in_all_totals(max_inflight, ste
             running += began
         elif step == "end" and running:
             running, ended = running - 1, ended + 1
-            if caller.counts_later:
-                caller.unsorted.append((b"", 0, 200))
+            if caller.defers_counts:
+                caller.uncounted.append((b"", 0, 200))
             else:
                 caller.end(0, caller.tokens.bucket, 3, 4, START)
         elif step == "publish":
@@ -124,7 +124,7 @@ def test_requests_between_two_publications_keep_the_limits(rate, max_inflight, s
         now += pause
         if ends and running:
             running -= 1
-            caller.unsorted.append((b"", 0, 200))
+            caller.uncounted.append((b"", 0, 200))
         elif (refusal := caller.begin(now)) is None:
             running, began = running + 1, [*began, now]
             assert sum(each >= now - 60 for each in began) <= rate

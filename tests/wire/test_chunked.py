@@ -30,9 +30,9 @@ def test_a_body_in_any_pieces_is_read_to_its_end_and_not_further(raw, payload):
     ):
         body = ChunkedBody(LIMIT)
         for piece in pieces:
-            assert not body.whole
+            assert not body.is_complete
             body.feed(piece)
-        assert body.whole
+        assert body.is_complete
         assert (b"".join(body.payload), body.rest) == (payload, rest)
 
 
@@ -74,7 +74,7 @@ def test_invalid_framing_is_rejected_and_closes_the_connection(raw, size):
 def test_a_body_up_to_the_limit_is_accepted():
     body = ChunkedBody(LIMIT)
     body.feed(b"3e7\r\n%b\r\n1\r\n!\r\n0\r\n\r\n" % bytes(999))
-    assert (body.whole, b"".join(body.payload)) == (True, bytes(999) + b"!")
+    assert (body.is_complete, b"".join(body.payload)) == (True, bytes(999) + b"!")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_bodies_in_any_pieces_are_read_as_by_a_naive_decoder(raw, after, cuts, s
     for a, b in pairwise(bounds):
         body.feed(wire[a:b])
     if expected is None:
-        assert not body.whole
+        assert not body.is_complete
     else:
         assert (b"".join(body.payload), body.rest) == expected
 

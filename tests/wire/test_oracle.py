@@ -147,7 +147,7 @@ def parse(raw):
         if head.length == CHUNKED:
             body = ChunkedBody(LIMIT)
             body.feed(rest)
-            if not body.whole:
+            if not body.is_complete:
                 return UNFINISHED
             return head.method, head.target, b"".join(body.payload), body.rest
     except HttpError as refusal:

@@ -77,7 +77,7 @@ def test_an_ambiguous_head_is_an_error(raw):
 
 
 @pytest.mark.parametrize(
-    ("raw", "framing", "whole"),
+    ("raw", "framing", "is_complete"),
     [
         (head(b"content-length: 5"), Framing.LENGTH, False),
         (head(b"Content-Length: 0"), Framing.LENGTH, True),
@@ -89,14 +89,14 @@ def test_an_ambiguous_head_is_an_error(raw):
         (head(line=b"HTTP/1.1 100 Continue\r\n"), Framing.CLOSE, True),
     ],
 )
-def test_the_framing_depends_on_the_fields(raw, framing, whole):
+def test_the_framing_depends_on_the_fields(raw, framing, is_complete):
     response = read(raw)
-    assert (response.framing, response.whole) == (framing, whole)
+    assert (response.framing, response.is_complete) == (framing, is_complete)
 
 
 def test_a_response_to_head_has_no_body():
     response = read(head(b"content-length: 5"), to_head=True)
-    assert response.whole
+    assert response.is_complete
     assert response.lines == OK + b"content-length: 5\r\n"
 
 
@@ -153,18 +153,18 @@ BODIES = {
 @pytest.mark.parametrize(("raw", "body"), BODIES.values(), ids=BODIES)
 def test_a_body_is_relayed_to_its_end_and_not_changed(raw, body):
     at_once = read(raw)
-    assert (at_once.feed(body), at_once.whole, at_once.excess) == (body, True, False)
+    assert (at_once.feed(body), at_once.is_complete, at_once.excess) == (body, True, False)
     by_byte = read(raw)
     for at in range(len(body)):
-        assert not by_byte.whole
+        assert not by_byte.is_complete
         assert by_byte.feed(body[at : at + 1]) == body[at : at + 1]
-    assert (by_byte.whole, by_byte.excess) == (True, False)
+    assert (by_byte.is_complete, by_byte.excess) == (True, False)
 
 
 def test_bytes_beyond_the_content_length_are_dropped_and_reported():
     response = read(head(b"content-length: 5"))
     assert response.feed(b"helloHTTP/1.1 200 OK\r\n\r\n") == b"hello"
-    assert (response.whole, response.excess) == (True, True)
+    assert (response.is_complete, response.excess) == (True, True)
 
 
 def test_another_response_after_the_last_chunk_is_an_error():
@@ -176,7 +176,7 @@ def test_another_response_after_the_last_chunk_is_an_error():
 def test_empty_lines_after_the_last_chunk_are_dropped_and_reported(stray):
     response = read(CHUNKED)
     assert response.feed(b"1\r\na\r\n0\r\n\r\n" + stray) == b"1\r\na\r\n0\r\n\r\n"
-    assert (response.whole, response.excess) == (True, True)
+    assert (response.is_complete, response.excess) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_invalid_chunks_are_an_error(body):
 def test_a_close_delimited_body_is_complete_only_at_the_close():
     response = read(head())
     assert response.feed(b"anything") == b"anything"
-    assert not response.whole
+    assert not response.is_complete
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_chunks_are_unchanged_and_have_the_payload_that_h11_reads(payloads, cuts
         piece_to_relay = response.feed(piece)
         relayed += piece_to_relay
         payload += unchunker.feed(piece_to_relay)
-    assert response.whole
+    assert response.is_complete
     assert relayed == chunked(payloads)
     reader = h11.Connection(h11.CLIENT)
     reader.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))

@@ -27,11 +27,11 @@ from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, LargeJsonField
 from omni_proxy.routing.inspect.requirements import (
     RequestFacts,
     Requirements,
+    check_large_body,
     has_json_body,
     inspect_request,
     requirements_of_large_json,
 )
-from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
 from omni_proxy.routing.model_aliases import explain_target, name_adapter
 from omni_proxy.routing.pinning import (
     named_response,
@@ -103,7 +103,7 @@ class ExplainRoutes:
         body = await body_bytes()
         requirements = await _need_of(route, body, _facts())
         if requirements.large_body_class:
-            settle_large(self._fleet, requirements)
+            check_large_body(self._fleet, requirements)
         if self._fleet.has_ranks:
             pin_to_rank(requirements, _facts().hints, body)
         data_plane = self._data_plane

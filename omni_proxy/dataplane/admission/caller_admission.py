@@ -31,7 +31,7 @@ from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.inspect.response_usage import (
     OPENED_USAGE,
     USAGE,
-    decode_usual,
+    decode_common_usage,
 )
 from omni_proxy.routing.routes import FORM
 from omni_proxy.wire.errors import HttpError
@@ -99,7 +99,7 @@ def reserve(exchange: Exchange, need: Requirements, fleet: Fleet, size: int, now
     exchange.reserved, exchange.token_bucket = reserved, caller.tokens.bucket
 
 
-def begin_whole(exchange: Exchange, caller: ApiCaller, need: Requirements, body: bytes) -> bool:
+def begin_complete(exchange: Exchange, caller: ApiCaller, need: Requirements, body: bytes) -> bool:
     """`begin` and `reserve` for the fast path, if the caller is known and the body complete. False
     if a limit may apply: then nothing is counted, and the coroutine decides."""
     now = exchange.started_at
@@ -108,13 +108,13 @@ def begin_whole(exchange: Exchange, caller: ApiCaller, need: Requirements, body:
     tokens = 0
     if not caller.token_rate:
         exchange.reserved = 0
-        if caller.begun < caller.look_at and now < caller.until:
+        if caller.begun < caller.check_at and now < caller.until:
             caller.begun += 1
             return True
     else:
         tokens = (len(body) + BYTES_PER_TOKEN - 1) // BYTES_PER_TOKEN + max_tokens_in(body)
         left = caller.tokens_left - tokens
-        if left >= 0 and caller.begun < caller.look_at and now < caller.until:
+        if left >= 0 and caller.begun < caller.check_at and now < caller.until:
             # `begin` and `reserve`, inlined.
             caller.begun += 1
             caller.tokens_left, exchange.reserved = left, tokens
@@ -132,7 +132,7 @@ def begin_whole(exchange: Exchange, caller: ApiCaller, need: Requirements, body:
 
 
 def cancel(exchange: Exchange, now: float) -> None:
-    """Undo `begin_whole` immediately after it: the exchange does not count."""
+    """Undo `begin_complete` immediately after it: the exchange does not count."""
     caller, reserved = exchange.caller, exchange.reserved
     if caller is None or reserved == REFUSED:
         return
@@ -152,11 +152,11 @@ def end(exchange: Exchange, caller: ApiCaller) -> None:
     caller.end(reserved, exchange.token_bucket, prompt, completion, exchange.ended_at)
 
 
-def end_whole(exchange: Exchange, caller: ApiCaller, body: bytes) -> None:
+def end_complete(exchange: Exchange, caller: ApiCaller, body: bytes) -> None:
     """`end` for the fast path, for an exchange that counts and a complete response. If its usage
     does not have the usual form, `end` must still be called, and reads `last_chunk`."""
     try:
-        usage = decode_usual(OPENED_USAGE + body.rpartition(USAGE)[2]).usage
+        usage = decode_common_usage(OPENED_USAGE + body.rpartition(USAGE)[2]).usage
     except (msgspec.DecodeError, ValueError, RecursionError):
         exchange.last_chunk = body
         return
@@ -167,7 +167,7 @@ def end_whole(exchange: Exchange, caller: ApiCaller, body: bytes) -> None:
         caller.settle(exchange.reserved, exchange.token_bucket, used, now)
     exchange.reserved = REFUSED
     caller.settled.append(usage)
-    if caller.counts_at_once:
+    if caller.counts_immediately:
         caller.publish()
 
 

@@ -117,11 +117,11 @@ class Queue:
         self._last_number = 0
         self._lines: dict[Hashable, _Line] = {}
         # Each line is in one of two: `_full`, ordered by first waiters, if some eligible worker has
-        # no free slot; `_stuck` if no worker is eligible until the fleet changes.
+        # no free slot; `_blocked` if no worker is eligible until the fleet changes.
         self._full: list[tuple[Order, int, _Line]] = []
         self._last_entry = 0
         self._aging_secs = 0.0
-        self._stuck: set[_Line] = set()
+        self._blocked: set[_Line] = set()
         self._names_models = False
         self._serving = False
         self._changed = False
@@ -169,7 +169,7 @@ class Queue:
 
     def serve(self, *, changed: bool = False) -> None:
         """Admit all waiters that a worker can take. `changed`: the fleet or a limit has changed, so
-        stuck lines are tried too."""
+        blocked lines are tried too."""
         if not self.waiting:
             return
         self._changed |= changed
@@ -200,7 +200,7 @@ class Queue:
             elif self._has_eligible_worker(line.waiters[order]):
                 skipped.append(line)
             else:
-                self._stuck.add(line)
+                self._blocked.add(line)
         for line in skipped:
             self._push(line)
 
@@ -210,17 +210,17 @@ class Queue:
         heappush(self._full, (line.first, line.entry, line))
 
     def _requeue_all(self) -> None:
-        """Move stuck lines to `_full`; rebuild all lines if their keys or order have changed."""
+        """Move blocked lines to `_full`; rebuild all lines if their keys or order have changed."""
         aging_secs = self._settings.config.server.priority_aging_secs
         if self._names_models == self._fleet.has_named_models and aging_secs == self._aging_secs:
-            for line in self._stuck:
+            for line in self._blocked:
                 self._push(line)
-            self._stuck.clear()
+            self._blocked.clear()
             return
         waiters = [waiter for line in self._lines.values() for waiter in line.waiters.values()]
         self._lines.clear()
         self._full.clear()
-        self._stuck.clear()
+        self._blocked.clear()
         self._names_models = self._fleet.has_named_models
         self._aging_secs = aging_secs
         for waiter in waiters:
@@ -331,8 +331,8 @@ class Queue:
         line.add(waiter)
         waiter.line = line
         if is_new and not self._has_eligible_worker(waiter):
-            self._stuck.add(line)
-        elif is_new or (line.first == waiter.order and line not in self._stuck):
+            self._blocked.add(line)
+        elif is_new or (line.first == waiter.order and line not in self._blocked):
             self._drop_stale_entries()
             self._push(line)
 
@@ -351,7 +351,7 @@ class Queue:
         self.waiting -= 1
         if not line.waiters:
             del self._lines[line.key]
-            self._stuck.discard(line)
+            self._blocked.discard(line)
 
 
 def _line_key(need: Requirements | None, held: Worker | None, *, names_models: bool) -> Hashable:

@@ -22,7 +22,7 @@ from omni_proxy.routing.inspect.response_usage import (
     OPENED_USAGE,
     USAGE,
     counts_in,
-    decode_usual_ends,
+    decode_common_usages,
 )
 
 BYTES_PER_TOKEN: Final = 4  # mean of English text with the JSON around it
@@ -64,7 +64,7 @@ def count_tokens(ended: Sequence[Ended]) -> tuple[int, int]:
     # The text after the last `"usage"` of a body is a JSON object again once OPENED_USAGE precedes.
     ends = map(_behind, map(bytes.rpartition, bodies, repeat(USAGE)))
     try:
-        found = list(map(_usage, decode_usual_ends(_OPENED + _BETWEEN.join(ends) + b"]")))
+        found = list(map(_usage, decode_common_usages(_OPENED + _BETWEEN.join(ends) + b"]")))
     except (msgspec.DecodeError, ValueError, RecursionError):
         found = []
     if len(found) == len(ended):

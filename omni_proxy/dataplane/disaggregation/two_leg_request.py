@@ -337,7 +337,7 @@ class TwoLegDriver:
         io.set_timeout("first", io.settings.limits.first_byte)
         if self._transfer_due:  # a response head does not prove that the transfer has ended
             io.phase_deadline = min(io.phase_deadline, self._transfer_due)
-        while not start.chunk and not response.whole:
+        while not start.chunk and not response.is_complete:
             try:
                 await wait_for_read(io, stream)
                 received = stream.read(READ_BYTES)

@@ -31,8 +31,8 @@ from omni_proxy.wire.response import UpstreamResponse
 class StreamedBody(Protocol):
     """A request body that is forwarded while it arrives: `exchange.request_body`."""
 
-    whole: bool
-    poured: bool
+    is_complete: bool
+    was_streamed: bool
 
     def start_stream(self, lines: bytes) -> bytes: ...
 
@@ -48,7 +48,7 @@ class KeepAlive(Protocol):
 
     async def for_first_chunk(self, upstream: Stream, response: UpstreamResponse) -> None: ...
 
-    def goes_on_with(self, start: ResponseStart) -> bool: ...
+    def continues_with(self, start: ResponseStart) -> bool: ...
 
     async def replace_with_error(self, start: ResponseStart) -> bool: ...
 

@@ -45,12 +45,12 @@ from omni_proxy.routing.inspect.large_json import LARGE_BYTES, ONE_PASS_BYTES, w
 from omni_proxy.routing.inspect.model_field import walk_model_spans
 from omni_proxy.routing.inspect.requirements import (
     Requirements,
+    check_large_body,
     has_json_body,
     inspect_request,
     requirements_of_beginning,
     requirements_of_large_json,
 )
-from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
 from omni_proxy.routing.model_aliases import name_adapter
 from omni_proxy.routing.pinning import pin_to_rank, pin_to_voice_owner
 from omni_proxy.routing.routes import (
@@ -169,11 +169,11 @@ async def _walk(
     if not has_json_body(route, head):
         return None
     io.phase_deadline = io.deadline  # the whole body has arrived
-    fields = await _in_slices(io, walk_large_json(body.held_whole()))
+    fields = await _in_slices(io, walk_large_json(body.buffered_body()))
     need = requirements_of_large_json(route, fields, head)
     split = _rewriting_split(io, need)
     if split is not None:
-        spans = await _in_slices(io, walk_model_spans(body.held_whole()))
+        spans = await _in_slices(io, walk_model_spans(body.buffered_body()))
         need.alias = AliasRequirement(split, spans=spans)
     return need
 
@@ -195,7 +195,7 @@ def _streamable(
 ) -> Requirements | None:
     """The requirements of a large body, if they are known before all of it has arrived."""
     assert exchange.route is not None
-    if body.whole or (io.services.fleet.has_pools and exchange.route.legs.connectors):
+    if body.is_complete or (io.services.fleet.has_pools and exchange.route.legs.connectors):
         return None  # in two legs the body is sent twice, with keys added by the proxy
     if exchange.caller is not None and exchange.caller.models:
         return None  # the model in the body decides whether the request is allowed
@@ -222,7 +222,7 @@ async def _stream(
     connection."""
     keep = await _inspected(io, exchange, head, need)
     body, io.body_stream = io.body_stream, None
-    if body is not None and not body.whole and not io.client.closed:
+    if body is not None and not body.is_complete and not io.client.closed:
         await linger(io)
         return False
     return keep
@@ -235,7 +235,7 @@ def _inspected(
     assert route is not None
     need = known or inspect_request(route, exchange.body, head)
     if need.large_body_class:
-        settle_large(services.fleet, need)
+        check_large_body(services.fleet, need)
     if services.fleet.has_ranks:
         pin_to_rank(need, head.hints, exchange.body)
     if route.traffic != "generation":
@@ -375,8 +375,9 @@ async def _respond_by_admin_api(io: ExchangeIO, exchange: Exchange, head: Reques
         return await relay(io, exchange, head, start)
     except AttemptFailed as failed:
         raise HttpError(
-            503, f"the admin API is not responding: {failed.error}", "front_unavailable"
-        ) from None
+            503, f"the admin API is not responding: {failed.error}", "front_unavailable",
+            reason="admin_api_unavailable",
+        ) from None  # fmt: skip
     finally:
         io.loop.admin_exchanges -= counted
 

@@ -15,7 +15,7 @@ from omni_proxy.dataplane.upstream.attempt cimport (
 from omni_proxy.dataplane.upstream.pool cimport UpstreamPool
 from omni_proxy.wire.head_caching.response_heads cimport CachedResponseHead
 from omni_proxy.routing.inspect.requirements cimport Requirements
-from omni_proxy.routing.inspect.plain_body cimport read_usual
+from omni_proxy.routing.inspect.plain_body cimport read_plain_body
 from omni_proxy.wire.scan.head_template cimport HeadTemplate
 
 cdef class FastPath(EventHandler):

@@ -16,9 +16,9 @@ from typing import Final
 import msgspec
 
 from omni_proxy.dataplane.admission.caller_admission import REFUSED
-from omni_proxy.dataplane.admission.caller_admission import begin_whole as begin_call
+from omni_proxy.dataplane.admission.caller_admission import begin_complete as begin_call
 from omni_proxy.dataplane.admission.caller_admission import cancel as cancel_call
-from omni_proxy.dataplane.admission.caller_admission import end_whole as end_call
+from omni_proxy.dataplane.admission.caller_admission import end_complete as end_call
 from omni_proxy.dataplane.exchange.exchange import Exchange, id_from_body
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO, finalize
 from omni_proxy.dataplane.exchange.exchange_steps import (
@@ -50,7 +50,7 @@ from omni_proxy.dataplane.upstream.attempt import (
 from omni_proxy.dataplane.upstream.outgoing_body import find_spans, parts_for_target
 from omni_proxy.dataplane.upstream.pool import UpstreamPool, with_key
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect.plain_body import read_usual
+from omni_proxy.routing.inspect.plain_body import read_plain_body
 from omni_proxy.routing.inspect.requirements import Requirements, requirements_of_fields
 from omni_proxy.routing.pinning import body_for_rank
 from omni_proxy.wire.errors import HttpError
@@ -181,8 +181,8 @@ class FastPath(EventHandler):
         if lines is None or not blank or cached.source is not io.settings.fast_path_cache:
             return False
         try:
-            usual = read_usual(cached.route, body) if cached.reads_usual else None
-            need = usual or requirements_of_fields(cached.route, decode(body))
+            plain = read_plain_body(cached.route, body) if cached.reads_plain_body else None
+            need = plain or requirements_of_fields(cached.route, decode(body))
             balancer = services.balancer
             if balancer.aliases is not None and need.model in balancer.aliases.splits:
                 find_spans(balancer.aliases, need, cached.route, body, cached.head)
@@ -292,8 +292,8 @@ class FastPath(EventHandler):
         if has_extras:
             exchange.last_chunk = body
         if (caller := exchange.caller) is not None:
-            if caller.counts_later:
-                caller.unsorted.append((body, exchange.bytes_in, exchange.status))
+            if caller.defers_counts:
+                caller.uncounted.append((body, exchange.bytes_in, exchange.status))
                 exchange.reserved = REFUSED
             else:
                 end_call(exchange, caller, body)

@@ -46,7 +46,7 @@ class CachedRequest:
         "caller",
         "decode",
         "head",
-        "reads_usual",
+        "reads_plain_body",
         "route",
         "sampled_below",
         "source",
@@ -74,7 +74,9 @@ class CachedRequest:
             self.sampled_below = source.tracing.sampled_below
         self.route = route
         self.source = source
-        self.reads_usual = READS_BODIES and route.traffic == "generation" and not source.has_ranks
+        self.reads_plain_body = (
+            READS_BODIES and route.traffic == "generation" and not source.has_ranks
+        )
         # Raises HttpError for a body that can't take the fast path.
         self.decode = decode_unless_ranked if source.has_ranks else decode_body
 

@@ -50,7 +50,7 @@ async def reply_with_error(
     if exchange.held_bytes:
         cause.__traceback__ = cause.__context__ = None  # their frames refer to the body
     io.services.inflight.release_body(exchange)
-    unread = io.body_stream is not None and not io.body_stream.whole
+    unread = io.body_stream is not None and not io.body_stream.is_complete
     keep = not error.close and not unread and not io.close_after_response
     io.body_stream = None
     body = error.body()

@@ -27,19 +27,28 @@ CHUNKS_PER_READ: Final = 16  # parsing this many chunks costs as much as a read
 
 
 class RequestBody:
-    """The body of one request. `whole`: its last byte has arrived. `poured`: streaming has begun.
+    """The body of one request. `is_complete`: its last byte has arrived. `was_streamed`: a part of
+    it was sent to a worker.
 
     Methods that read raise HttpError 400 for invalid chunks, 413 past the limit, 503 if too many
     bytes are held; PhaseTimeout if the client stops sending, ClientDisconnected if it disconnects.
     """
 
     __slots__ = (
-        "_exchange", "_held", "_io", "_left", "_out", "_read_bytes", "_reader", "held_bytes",
-        "poured", "whole",
+        "_exchange",
+        "_held",
+        "_io",
+        "_left",
+        "_out",
+        "_read_bytes",
+        "_reader",
+        "held_bytes",
+        "is_complete",
+        "was_streamed",
     )  # fmt: skip
 
     def __init__(self, io: ExchangeIO, exchange: Exchange, head: RequestHead, limit: int) -> None:
-        self.whole = self.poured = False
+        self.is_complete = self.was_streamed = False
         self.held_bytes = 0
         self._io = io
         self._exchange = exchange
@@ -59,16 +68,16 @@ class RequestBody:
     async def hold(self, most: int) -> bool:
         """Read until the body is whole or more than `most` bytes are held. Returns whether it is
         whole."""
-        while not self.whole and self.held_bytes <= most:
+        while not self.is_complete and self.held_bytes <= most:
             self._hold(self._payload_in(await self._read()))
-        return self.whole
+        return self.is_complete
 
     async def hold_all(self) -> None:
         """Read the whole body. Raises HttpError 503 immediately if its content-length can't be
         held."""
         if self._left > 0:
             self._io.services.inflight.check_room(self._left)
-        while not self.whole:
+        while not self.is_complete:
             self._hold(self._payload_in(await self._read()))
 
     def take(self) -> bytes:
@@ -80,7 +89,7 @@ class RequestBody:
             return cast("bytes", held[0])
         return bytes(held[0])
 
-    def held_whole(self) -> bytes:
+    def buffered_body(self) -> bytes:
         """Return the held bytes, and keep them here."""
         whole = self.take()
         self._held = [whole]
@@ -90,7 +99,7 @@ class RequestBody:
         """Begin streaming the held bytes. Returns the head with the framing that is sent."""
         body = self.take()
         self._io.services.inflight.release_bytes(self._exchange)
-        self.poured = True
+        self.was_streamed = True
         if self._reader is None:
             self._out = memoryview(body)
             return b"%bcontent-length: %d\r\n\r\n" % (lines, len(body) + self._left)
@@ -101,7 +110,7 @@ class RequestBody:
         """Send the rest to the worker. False if it responds before the end, or the connection
         breaks."""
         while await self._flush(upstream):
-            if self.whole:
+            if self.is_complete:
                 return True
             chunk = await self._read_unless_response(upstream)
             if chunk is None:
@@ -112,7 +121,7 @@ class RequestBody:
 
     def _chunked(self, payload: bytes) -> bytes:
         framed = encode_chunk(payload) if payload else b""
-        return framed + LAST_CHUNK if self.whole else framed
+        return framed + LAST_CHUNK if self.is_complete else framed
 
     def _payload_in(self, received: bytes) -> bytes:
         """The payload in `received`; bytes after the body's end are left for the next request."""
@@ -120,7 +129,7 @@ class RequestBody:
         if reader is None:
             payload = received[: self._left]
             self._left -= len(payload)
-            self.whole = not self._left
+            self.is_complete = not self._left
             io.rest = received[len(payload) :]
         else:
             reader.feed(received)
@@ -130,11 +139,11 @@ class RequestBody:
             large = len(payload) >= max(chunks, 1) * LARGE_CHUNK_BYTES
             self._read_bytes = LARGE_CHUNKS_READ_BYTES if large else CHUNKED_READ_BYTES
             reader.payload.clear()
-            self.whole = reader.whole
-            if self.whole:
+            self.is_complete = reader.is_complete
+            if self.is_complete:
                 io.rest = reader.rest
         self._exchange.bytes_in += len(payload)
-        if self.whole:
+        if self.is_complete:
             self._exchange.body_at = io.loop.now
         return payload
 

@@ -61,7 +61,7 @@ async def relay(
         exchange.stream = True
         io.deadline = inf
     begun = io.keepalive if io.keepalive is not None and io.keepalive.begun else None
-    if begun is not None and not begun.goes_on_with(start):
+    if begun is not None and not begun.continues_with(start):
         return await begun.replace_with_error(start)
     unchanged = response.framing is LENGTH and begun is None
     framing = None if unchanged else new_framing(start, head, begun=begun is not None)
@@ -77,16 +77,16 @@ async def relay(
         if chunk:
             _first_chunk(io, exchange, chunk)
             out += chunk if framing is None else framing.wrap(chunk)
-        if client.pending or (response.whole and not keep):
+        if client.pending or (response.is_complete and not keep):
             await _send(io, out)
         elif out:
             client.write_soon(out)
-        if not response.whole:
+        if not response.is_complete:
             # A stream may last for hours: drop references that are not needed any more.
             out = chunk = head.lines = b""
             await _relay_rest(io, exchange, start, watched)
     except UpstreamProtocolError as garbage:
-        return await _break_off(io, exchange, start, framing, f"RemoteProtocolError: {garbage}")
+        return await _cut_response(io, exchange, start, framing, f"RemoteProtocolError: {garbage}")
     except PhaseTimeout as expired:
         return await _time_out(io, exchange, start, framing, str(expired))
     exchange.end("completed", "")
@@ -152,7 +152,7 @@ def _relay_chunks(
     late, before, longest = gaps.late, exchange.first_at, 0.0
     count, size, tail, chunk = exchange.chunks, exchange.bytes_out, exchange.last_chunk, start.chunk
     try:
-        while not response.whole:
+        while not response.is_complete:
             if not upstream.readable:  # `must_wait_for`, inlined
                 io.waiting_on = upstream
                 yield
@@ -185,14 +185,14 @@ def _relay_chunks(
             count += 1
             size += len(chunk)
             chunk = chunk if framing is None else framing.wrap(chunk)
-            if client.pending or response.whole:  # pending: the client may be reading slowly
+            if client.pending or response.is_complete:  # pending: the client may be reading slowly
                 yield from _send(io, chunk)
             else:
                 client.write_soon(chunk)
     finally:
         exchange.longest_gap, exchange.chunks, exchange.bytes_out = longest, count, size
         exchange.last_chunk = tail
-        start.chunk = chunk  # the last chunk sent, for `_break_off`
+        start.chunk = chunk  # the last chunk sent, for `_cut_response`
 
 
 def _gap_recorder(io: ExchangeIO, exchange: Exchange) -> GapRecorder:
@@ -266,10 +266,10 @@ async def _time_out(
     else:  # the worker did not stall: the proxy ends the exchange
         exchange.end("timed_out", "proxy", "the exchange took longer than request_timeout_secs")
         why = exchange.error
-    return await _break_off(io, exchange, start, framing, why)
+    return await _cut_response(io, exchange, start, framing, why)
 
 
-async def _break_off(
+async def _cut_response(
     io: ExchangeIO, exchange: Exchange, start: ResponseStart, framing: BodyFraming | None, why: str
 ) -> bool:
     """The response can't be completed: send an error event if its framing allows one, then close.
@@ -421,12 +421,12 @@ def _rewriting(start: RewrittenResponse, head: RequestHead) -> BodyFraming:
 
     def rewrite(chunk: bytes) -> bytes:
         payload = rewriter.feed(unwrap(chunk))
-        return payload + rewriter.finish() if response.whole else payload
+        return payload + rewriter.finish() if response.is_complete else payload
 
     def rewrite_chunk(chunk: bytes) -> bytes:
         payload = rewrite(chunk)
         framed = encode_chunk(payload) if payload else b""
-        return framed + LAST_CHUNK if response.whole else framed
+        return framed + LAST_CHUNK if response.is_complete else framed
 
     def last_chunk() -> bytes:
         rest = rewriter.finish()
@@ -439,4 +439,4 @@ def _rewriting(start: RewrittenResponse, head: RequestHead) -> BodyFraming:
 
 def _as_last_chunk(chunk: bytes, response: UpstreamResponse) -> bytes:
     """Encode a chunk of a body with a content-length; the last one also ends the chunked body."""
-    return encode_chunk(chunk) + LAST_CHUNK if response.whole else encode_chunk(chunk)
+    return encode_chunk(chunk) + LAST_CHUNK if response.is_complete else encode_chunk(chunk)

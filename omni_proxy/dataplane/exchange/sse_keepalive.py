@@ -117,7 +117,7 @@ class SseKeepAlive:
             % (request_id_line, self._exchange.request_id_line, self._exchange.cors, framing)
         )
 
-    def goes_on_with(self, start: ResponseStart) -> bool:
+    def continues_with(self, start: ResponseStart) -> bool:
         """Whether the worker's body can follow the response that was begun."""
         response = start.response
         plain = response.status == 200 and response.sse and not start.bodiless
@@ -143,7 +143,7 @@ class SseKeepAlive:
         io.set_timeout("relay", io.settings.limits.idle)
         body = payload(start.chunk) if start.chunk else b""
         with contextlib.suppress(OSError, UpstreamProtocolError, PhaseTimeout):
-            while not response.whole and len(body) < ERROR_BYTES:
+            while not response.is_complete and len(body) < ERROR_BYTES:
                 chunk = await io.read(start.stream)
                 if not chunk:
                     break

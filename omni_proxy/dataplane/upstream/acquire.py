@@ -27,8 +27,8 @@ from omni_proxy.routing.disaggregation.pairing import (
     all_tried,
     could_take,
     is_eligible,
+    pick_from_last_pools,
     pick_placement,
-    pick_usual_pair,
 )
 from omni_proxy.routing.disaggregation.pick_record import next_record, record_pick
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
@@ -222,7 +222,7 @@ class Balancer:
         """Choose and count the workers of a request that may be served in two legs."""
         fleet = self._fleet
         if not (tried or fleet.has_ranks or fleet.has_inflight_limits):
-            pair = pick_usual_pair(self._pairing, need, self.pools)
+            pair = pick_from_last_pools(self._pairing, need, self.pools)
             if pair is not None:
                 worker, prefill = pair
                 worker.in_flight += 1

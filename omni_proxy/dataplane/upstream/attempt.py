@@ -61,7 +61,7 @@ class AttemptFailed(UpstreamError):
         self.status = status
 
 
-class _Broke(Exception):
+class _ConnectionBroken(Exception):
     """The connection to the worker ended before the head of a response was complete."""
 
     def __init__(self, why: str, *, silent: bool) -> None:
@@ -138,7 +138,7 @@ async def run_attempt(
                 return await _send(io, exchange, head, pool, stream)
             resumed, sent = sent, None
             return await _resume(io, head, resumed)
-        except _Broke as broke:
+        except _ConnectionBroken as broke:
             io.close_upstream()
             is_stale = reused and broke.silent and may_redial
             if is_stale and io.connections == "redialled":
@@ -271,11 +271,11 @@ async def _response_start(
             try:
                 chunk = stream.read(READ_BYTES)
             except OSError as error:
-                raise _Broke(error.strerror or "reset", silent=not buffer) from None
+                raise _ConnectionBroken(error.strerror or "reset", silent=not buffer) from None
             if chunk is None:
                 continue
         if not chunk:
-            raise _Broke("the worker closed without a response", silent=not buffer)
+            raise _ConnectionBroken("the worker closed without a response", silent=not buffer)
         received, chunk = buffer + chunk, None
         found = _parse_start(io, head, sent, received)
         if isinstance(found, ResponseStart):
@@ -306,7 +306,7 @@ def _parse_start(
         response = response_heads.read(top, to_head=head.method == b"HEAD")
         received = received[end:]
         if response.status >= 200:
-            bodiless = response.whole
+            bodiless = response.is_complete
             if bodiless:
                 response.excess = bool(received)  # not relayed: it could be taken for a response
                 received = b""

@@ -312,7 +312,7 @@ class ResponseStart(msgspec.Struct, gc=False):
     def release(self) -> None:
         """Keep the connection if its response has ended cleanly, else close it."""
         response = self.response
-        reusable = response.whole and response.keep_alive and not response.excess
+        reusable = response.is_complete and response.keep_alive and not response.excess
         if reusable and self.all_sent:
             self.pool.release(self.stream)
         else:

@@ -23,7 +23,7 @@ from omni_proxy.wire.errors import HttpError
 
 CHANCES: Final = 1000
 FIRST_PAUSE_SECS: Final = 0.05
-LONGEST_PAUSE_SECS: Final = 1.0
+MAX_PAUSE_SECS: Final = 1.0
 
 
 class FailedStatuses:
@@ -75,7 +75,7 @@ class RetryState:
         if not self._is_allowed(failure):
             raise error
         body_stream = self._io.body_stream
-        if body_stream is not None and body_stream.poured:
+        if body_stream is not None and body_stream.was_streamed:
             error.message += "; not retried: its body was streamed because it is large"
             raise error
         if self._is_too_large():
@@ -205,5 +205,5 @@ def pause_secs(made: int, chance: float) -> float:
     It doubles from 50 ms to 1 s. Up to half of it is random, so that requests that failed together
     are not retried together.
     """
-    whole = exponential_delay(made, FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS)
+    whole = exponential_delay(made, FIRST_PAUSE_SECS, MAX_PAUSE_SECS)
     return max(FIRST_PAUSE_SECS, whole * (0.5 + 0.5 * chance))

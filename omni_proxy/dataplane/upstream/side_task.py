@@ -112,7 +112,7 @@ async def read_body(io: AttemptIO, start: ResponseStart, phase: str, most: int =
             size += len(parts[-1])
             if size > most:
                 raise UpstreamProtocolError(f"a body of more than {most} bytes")
-        if response.whole:
+        if response.is_complete:
             break
         io.set_timeout(phase, io.settings.limits.idle)
         await wait_for_read(io, stream)
@@ -133,7 +133,7 @@ async def read_body(io: AttemptIO, start: ResponseStart, phase: str, most: int =
 def hold_response(start: ResponseStart, payload: bytes) -> HeldResponse:
     """The response with `payload` as its body: the result of `read_body`, or a changed copy."""
     response = start.response
-    response.framing, response.remaining, response.whole = LENGTH, 0, True
+    response.framing, response.remaining, response.is_complete = LENGTH, 0, True
     lines = drop_fields(response.lines, frozenset((b"content-length",)))
     response.lines = b"%bcontent-length: %d\r\n" % (lines, len(payload))
     return HeldResponse(start.pool, start.stream, response, payload, not payload)

@@ -145,7 +145,7 @@ class Pairing:
         return kept
 
 
-def pick_usual_pair(
+def pick_from_last_pools(
     pairing: Pairing, need: Requirements, policies: PoolPolicies
 ) -> tuple[Worker, Worker] | None:
     """The decode and the prefill worker that `pick_placement` picks for a first attempt, in fewer

@@ -1,3 +1,3 @@
 from omni_proxy.routing.inspect.requirements cimport Requirements
 
-cpdef Requirements read_usual(route, bytes body)
+cpdef Requirements read_plain_body(route, bytes body)

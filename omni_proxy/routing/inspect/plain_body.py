@@ -1,8 +1,8 @@
 """Requirements of a body in the usual form, found without decoding it.
 
 A stub for the native build, where `plain_body.pyx` replaces this file: only there is scanning a
-body faster than decoding it. Invariant: `read_usual` returns what `requirements_of_fields` returns
-for the decoded body, or None for a body that must be decoded.
+body faster than decoding it. Invariant: `read_plain_body` returns what `requirements_of_fields`
+returns for the decoded body, or None for a body that must be decoded.
 """
 
 from __future__ import annotations
@@ -16,6 +16,6 @@ if TYPE_CHECKING:
 READS_BODIES: Final = False
 
 
-def read_usual(route: Route, body: bytes) -> Requirements | None:
+def read_plain_body(route: Route, body: bytes) -> Requirements | None:
     """For bodies of model traffic other than speech."""
     return None

@@ -196,7 +196,7 @@ cdef Requirements _new():
     return need
 
 
-cpdef Requirements read_usual(route, bytes body):
+cpdef Requirements read_plain_body(route, bytes body):
     cdef const char *text = PyBytes_AS_STRING(body)
     cdef Py_ssize_t end = PyBytes_GET_SIZE(body)
     cdef Py_ssize_t at, start, size

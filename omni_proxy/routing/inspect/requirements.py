@@ -152,14 +152,14 @@ _ids_left_out = attrgetter(*(name for name in _RARE if name != "rid"))
 _NO_MEDIA = _NO_RARE[1:]
 
 
-class _UsualPart(msgspec.Struct, gc=False):
+class _PlainPart(msgspec.Struct, gc=False):
     type: str | None = None
 
 
-class _UsualMessage(msgspec.Struct, gc=False):
+class _PlainMessage(msgspec.Struct, gc=False):
     """A message in the usual form: a text, or parts that are objects with a type."""
 
-    content: str | list[_UsualPart] | None = None
+    content: str | list[_PlainPart] | None = None
 
 
 class _Part(msgspec.Struct, gc=False):
@@ -180,7 +180,7 @@ class _Item(msgspec.Struct, gc=False):
     model: msgspec.Raw = ABSENT
 
 
-_decode_messages = msgspec.json.Decoder(list[_UsualMessage]).decode
+_decode_messages = msgspec.json.Decoder(list[_PlainMessage]).decode
 _parts_in = ObjectListReader(_Part, least=len('{"type":"image"}'))
 _references_in = ObjectListReader(_Reference, least=len('{"data":1}'))
 _items_in = ObjectListReader(_Item, least=len('{"model":"m"}'))
@@ -353,17 +353,17 @@ def _parts(messages: msgspec.Raw, spelled: bytes) -> int:
     if b'"type"' not in spelled and b"\\u00" not in spelled:
         return mask
     try:
-        usual = _decode_messages(messages)
+        plain = _decode_messages(messages)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _odd_parts(messages)
-    for message in usual:
+        return _non_standard_parts(messages)
+    for message in plain:
         if type(message.content) is list:
             for part in message.content:
                 mask |= _KINDS.get(part.type, 0)
     return mask
 
 
-def _odd_parts(messages: msgspec.Raw) -> int:
+def _non_standard_parts(messages: msgspec.Raw) -> int:
     mask = 0
     for message in _parts_in(messages):
         if starts_with(message.content, b"["):
@@ -449,7 +449,7 @@ def _hinted_mask(text: str, prefix: str) -> int:
     return capability_mask(names)
 
 
-def settle_unread(fleet: Fleet, requirements: Requirements) -> None:
+def check_large_body(fleet: Fleet, requirements: Requirements) -> None:
     """Check that the unread fields of a large body don't matter for the choice of a worker, or are
     given as hints. Raises HttpError 400."""
     given_hints = requirements.given_hints

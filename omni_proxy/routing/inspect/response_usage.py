@@ -69,9 +69,9 @@ class _CommonEnd(msgspec.Struct, gc=False):
 
 # Decodes OPENED_USAGE plus the bytes after the last USAGE of a body, faster than `counts_in`.
 # Raises msgspec.DecodeError, ValueError or RecursionError if the usage is not in the usual form.
-decode_usual: Final = msgspec.json.Decoder(_CommonEnd).decode
+decode_common_usage: Final = msgspec.json.Decoder(_CommonEnd).decode
 # Decodes a list of such objects.
-decode_usual_ends: Final = msgspec.json.Decoder(list[_CommonEnd]).decode
+decode_common_usages: Final = msgspec.json.Decoder(list[_CommonEnd]).decode
 
 
 def counts_in(body: bytes) -> tuple[int | None, int | None]:

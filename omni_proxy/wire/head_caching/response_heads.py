@@ -84,7 +84,7 @@ class ResponseHeadCache:
         response.keep_alive = known.keep_alive
         response.sse = known.sse
         response.remaining = int(length)
-        response.whole = response.remaining == 0
+        response.is_complete = response.remaining == 0
         return response
 
     def _learn(self, key: tuple[bytes, bytes], name: bytes, response: UpstreamResponse) -> None:

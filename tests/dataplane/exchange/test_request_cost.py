@@ -6,7 +6,7 @@ from hashlib import sha256
 import pytest
 
 from omni_proxy import native
-from omni_proxy.api_keys.caller import MAX_UNSORTED
+from omni_proxy.api_keys.caller import MAX_UNCOUNTED
 from tests.dataplane.both_drivers import World
 from tests.dataplane.bytecodes import OK_RESPONSE, count_bytecodes, small_post
 from tests.dataplane.disaggregation.pair_world import response_with
@@ -77,8 +77,8 @@ USAGE = response_with(b'{"choices": [], "usage": {"prompt_tokens": 3, "completio
 
 @pytest.fixture
 def count_with_publishing(tmp_path, monkeypatch):
-    """Includes publishing the counts of MAX_UNSORTED requests."""
-    monkeypatch.setattr("tests.dataplane.bytecodes.REQUESTS", MAX_UNSORTED)
+    """Includes publishing the counts of MAX_UNCOUNTED requests."""
+    monkeypatch.setattr("tests.dataplane.bytecodes.REQUESTS", MAX_UNCOUNTED)
 
     def count(name, config=""):
         request, served = small_post(b"authorization: Bearer key"), 0
@@ -88,7 +88,7 @@ def count_with_publishing(tmp_path, monkeypatch):
             world.client_sends(client, request)
             world.worker_responds(USAGE)
             served += 1
-            if served % MAX_UNSORTED == 0:
+            if served % MAX_UNCOUNTED == 0:
                 world.dataplane.settings.callers.publish()
 
         return count_bytecodes(

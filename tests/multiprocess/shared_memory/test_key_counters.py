@@ -55,7 +55,7 @@ def test_no_count_of_a_response_makes_the_counters_overflow(counters, count):
     response = b'{"usage": {"prompt_tokens": %d, "completion_tokens": 1}}' % count
     for _ in range(2000):
         assert caller.begin(NOW) is None
-        caller.unsorted.append((response, 16, 200))
+        caller.uncounted.append((response, 16, 200))
         caller.publish()
     total = counters[0].totals(1)["input_tokens"]
     assert total == 2000 * (count if count < 10**10 else 0)
@@ -88,7 +88,7 @@ def test_requests_of_a_removed_key_end_in_its_cells(counters):
     assert caller.begin(NOW) is None
     caller.retire()
     assert counters[0].in_flight(1) == 1
-    assert not caller.counts_later
+    assert not caller.defers_counts
     caller.end(0, 0, 3, 4, NOW)
     assert counters[0].in_flight(1) == 0
 

@@ -10,7 +10,7 @@ from omni_proxy.routing.disaggregation.pairing import (
     all_tried,
     could_take,
     is_eligible,
-    pick_usual_pair,
+    pick_from_last_pools,
 )
 from omni_proxy.routing.inspect.body_fields import decode_body
 from omni_proxy.routing.inspect.prefix_text import LIMIT
@@ -401,7 +401,7 @@ def test_the_fast_path_picks_the_same_pair(rows, need, bound):
             chooser.place(need)
         except HttpError:
             return
-    pair = pick_usual_pair(fast.pairing, need, fast.pools)
+    pair = pick_from_last_pools(fast.pairing, need, fast.pools)
     if pair is None:
         assert (
             bound or fast.pairing.cached_pools(need) is None or not fast.pairing.pools(need).paired
@@ -410,7 +410,7 @@ def test_the_fast_path_picks_the_same_pair(rows, need, bound):
     placement = full.place(need)
     assert pair == (placement.worker, placement.prefill)
     fleet.cordon(pair[0], "updating")
-    assert pick_usual_pair(fast.pairing, need, fast.pools) is None
+    assert pick_from_last_pools(fast.pairing, need, fast.pools) is None
 
 
 @given(fleets, needs, st.sampled_from(["decode", "refuse"]))

@@ -5,7 +5,7 @@ import pytest
 from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES, PREFIX_BYTES
 from omni_proxy.routing.inspect.prefix_text import prefix_text
-from omni_proxy.routing.inspect.requirements import RequestFacts, inspect_request, settle_unread
+from omni_proxy.routing.inspect.requirements import RequestFacts, check_large_body, inspect_request
 from omni_proxy.routing.routes import match_route
 from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import entry, fleet_of
@@ -38,7 +38,7 @@ def fleet(*rows):
 
 def refused(fleet, need):
     with pytest.raises(HttpError) as error:
-        settle_unread(fleet, need)
+        check_large_body(fleet, need)
     assert error.value.status == 400
     return error.value.message
 
@@ -96,10 +96,10 @@ def test_large_json_needs_a_model_if_workers_serve_several():
         == "large JSON requests across mixed-model workers require x-sglang-omni-route-model"
     )
     for need in (look(large(model="m")), look(large(), model="m")):
-        settle_unread(mixed, need)
+        check_large_body(mixed, need)
         assert need.model == "m"
     need = look(large())
-    settle_unread(fleet(("m", ALL), ("m", ALL)), need)
+    check_large_body(fleet(("m", ALL), ("m", ALL)), need)
     assert need.model is None
 
 
@@ -108,17 +108,17 @@ def test_a_large_batch_needs_the_hint_even_if_it_names_a_model():
     body = {"model": "m", "items": [{"input": PAD}]}
     assert refused(mixed, look(body, BATCH)).startswith("large speech batch requests")
     need = look(body, BATCH, model="m")
-    settle_unread(mixed, need)
+    check_large_body(mixed, need)
     assert need.model == "m"
 
 
 def test_the_largest_capability_set_is_required_if_it_includes_all_others():
     narrow = ("chat", "streaming")
     need = look(large())
-    settle_unread(fleet(("m", narrow), ("m", (*narrow, "image_input"))), need)
+    check_large_body(fleet(("m", narrow), ("m", (*narrow, "image_input"))), need)
     assert need.capabilities == ["chat", "image_input", "streaming"]
     same = look(large())
-    settle_unread(fleet(("m", narrow), ("m", narrow)), same)
+    check_large_body(fleet(("m", narrow), ("m", narrow)), same)
     assert same.capabilities == ["chat"]
 
 
@@ -126,7 +126,7 @@ def test_capability_sets_that_none_includes_require_the_hint():
     mixed = fleet(("m", ("chat", "image_input")), ("m", ("chat", "audio_input")))
     assert "x-sglang-omni-route-capabilities" in refused(mixed, look(large()))
     need = look(large(), capabilities="image_input")
-    settle_unread(mixed, need)
+    check_large_body(mixed, need)
     assert need.capabilities == ["chat", "image_input"]
 
 
@@ -144,7 +144,7 @@ def test_a_large_speech_request_may_contain_reference_audio():
 
 def test_without_a_routable_worker_a_large_body_is_not_refused():
     need = look(large())
-    settle_unread(fleet(), need)
+    check_large_body(fleet(), need)
     assert need.capabilities == ["chat"]
 
 

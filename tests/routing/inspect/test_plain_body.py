@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.inspect.plain_body import READS_BODIES, read_usual
+from omni_proxy.routing.inspect.plain_body import READS_BODIES, read_plain_body
 from omni_proxy.routing.inspect.requirements import requirements_of_json
 from omni_proxy.routing.routes import match_route
 from omni_proxy.wire.errors import HttpError
@@ -55,7 +55,7 @@ def decoded(body):
 
 
 def check(body):
-    need = read_usual(CHAT, body)
+    need = read_plain_body(CHAT, body)
     if need is not None:
         expected = decoded(body)
         assert need.body_fields == expected.body_fields
@@ -80,7 +80,7 @@ def test_a_damaged_body_is_read_as_the_decoder_reads_it(body, data):
 
 @pytest.mark.parametrize("body", WRITTEN)
 def test_the_native_build_reads_what_most_clients_write(body):
-    assert (read_usual(CHAT, body) is not None) == READS_BODIES
+    assert (read_plain_body(CHAT, body) is not None) == READS_BODIES
     check(body)
 
 
@@ -92,4 +92,4 @@ def test_the_native_build_reads_what_most_clients_write(body):
      b'{"a":[}', b'{"a":{]}', b'{"a":"'],
 )  # fmt: skip
 def test_unusual_bodies_are_left_to_the_decoder(body):
-    assert read_usual(CHAT, body) is None
+    assert read_plain_body(CHAT, body) is None

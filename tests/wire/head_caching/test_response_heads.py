@@ -37,7 +37,15 @@ def test_cached_heads_equal_parsed_ones(heads):
     for length, status, more, to_head in [*heads, *heads, *heads]:
         head = response_head(length, status, more)
         cached, parsed = cache.read(head, to_head=to_head), read(head, to_head=to_head)
-        for name in ("status", "keep_alive", "sse", "remaining", "whole", "framing", "excess"):
+        for name in (
+            "status",
+            "keep_alive",
+            "sse",
+            "remaining",
+            "is_complete",
+            "framing",
+            "excess",
+        ):
             assert getattr(cached, name) == getattr(parsed, name), name
         assert sorted(cached.lines.lower().split(b"\r\n")) == sorted(
             parsed.lines.lower().split(b"\r\n")

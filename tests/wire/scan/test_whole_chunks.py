@@ -25,7 +25,7 @@ class Callbacks:
     whole = False
 
     def on_message_complete(self):
-        self.whole = True
+        self.is_complete = True
 
 
 def is_between_chunks_after(piece):
@@ -33,10 +33,10 @@ def is_between_chunks_after(piece):
     parser = httptools.HttpResponseParser(callbacks)
     parser.feed_data(HEAD)
     parser.feed_data(piece)
-    if callbacks.whole:
+    if callbacks.is_complete:
         return False
     parser.feed_data(b"0\r\n\r\n")
-    return callbacks.whole
+    return callbacks.is_complete
 
 
 @given(PIECES | CHUNKS, st.data())
