@@ -33,8 +33,8 @@ from omni_proxy.admin_api.services import (
 )
 from omni_proxy.admin_ops.operation import Operation
 from omni_proxy.admin_ops.results import AdminResponse
+from omni_proxy.cluster_member.figures import OwnFigures, ProxyLoad
 from omni_proxy.cluster_member.member import ClusterMember
-from omni_proxy.cluster_member.own_figures import OwnFigures, ProxyLoad
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
@@ -48,8 +48,7 @@ from omni_proxy.health.outlier_removal import OutlierRemoval
 from omni_proxy.health.prober import Prober, log_health
 from omni_proxy.health.voice_list import VoiceList
 from omni_proxy.kv_events.event_follower import EventFollower
-from omni_proxy.launch.launcher import Launcher
-from omni_proxy.launch.startup_progress import wait_until_ready
+from omni_proxy.launch.launcher import Launcher, wait_until_ready
 from omni_proxy.multiprocess.aggregate import AggregateView
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.picker.picker import Picker

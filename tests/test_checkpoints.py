@@ -41,7 +41,7 @@ ALLOWED = {
     "omni_proxy.runtime_config.config_store.follow_found": "acquiring the lock is a checkpoint",
     "omni_proxy.kv_events.event_follower._receive": ENDS,
     "omni_proxy.upgrade.outgoing._follow_successor": "it waits for a thread that receives",
-    "omni_proxy.launch.startup_progress.wait_until_ready": "`wait_change` waits for an event",
+    "omni_proxy.launch.launcher.wait_until_ready": "`wait_change` waits for an event",
     "omni_proxy.weight_sync.sync.endpoint._admit_owner": "`wait_idle` waits for an event",
 }
 

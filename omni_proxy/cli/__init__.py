@@ -45,7 +45,7 @@ INNER: Final = {
     "data-plane-process": "omni_proxy.multiprocess.dataplane_process",
     "kv-events-process": "omni_proxy.kv_events.subscriber_process",
     "receiver-process": "omni_proxy.process_group.fork.receiver_process",
-    "router-process": "omni_proxy.compat.router_process",
+    "router-process": "omni_proxy.compat.start_router",
 }
 
 

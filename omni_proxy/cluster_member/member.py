@@ -35,9 +35,9 @@ from omni_proxy.cluster.messages import (
     encode,
 )
 from omni_proxy.cluster.proxy_figures import WorkerFigures
+from omni_proxy.cluster_member.figures import FiguresSource, SharedFigures
 from omni_proxy.cluster_member.lost_lease import CutOffHold
 from omni_proxy.cluster_member.membership import CallHandler, Members
-from omni_proxy.cluster_member.shared_figures import FiguresSource, SharedFigures
 from omni_proxy.cluster_member.shared_hints import HintsView, SharedHints
 from omni_proxy.cluster_member.shared_load import LoadView, SharedLoad
 from omni_proxy.cluster_member.shared_weights import SharedWeights

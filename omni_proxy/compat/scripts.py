@@ -13,9 +13,8 @@ from omni_proxy import __version__, native
 from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.serve import start
 from omni_proxy.compat.router_args import RouterArgsBase
-from omni_proxy.compat.router_process import startup_of
 from omni_proxy.compat.sglang_args import SglangRouterArgs
-from omni_proxy.compat.start_router import order_for
+from omni_proxy.compat.start_router import order_for, startup_of
 from omni_proxy.compat.vllm_args import VllmRouterArgs
 
 MISUNDERSTOOD = 2

@@ -1,21 +1,22 @@
-"""`launch_router`: runs the proxy for a trainer, with router arguments, until it is ended.
+"""`launch_router`: runs the proxy for a trainer, with router arguments, until it is ended; and
+`omni-proxy router-process`, the child in which it runs.
 
-Contract: the call blocks, like that of the other routers. The proxy runs in its own interpreter, a
-child of the calling process: a trainer's process may be a fork that has threads, event loops and
-signal handlers, and the call may come from any thread. Signals to the calling process are
-forwarded, and the child ends with it, however it ends.
-Arguments become flags of `omni-proxy launch-router`: those that set a key always, so that the
-values that a trainer logs are in use; others only if they differ from their default, and the
-command warns. An argument that would change which worker serves a request raises RouterArgsError.
+Contract: the call blocks, like that of the other routers. The child has its own interpreter: a
+trainer's process may be a fork that has threads, event loops and signal handlers, and the call may
+come from any thread. Signals to the calling process are forwarded, and the child ends with it,
+however it ends. The child's process name is that of the router that it replaces, because scripts of
+trainers search for it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import signal
 import site
 import subprocess
+import sys
 import threading
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from typing import Final
 import msgspec
 
 from omni_proxy.cli.flags.peer_flags import PAGE
+from omni_proxy.cli.serve import router_startup, start
 from omni_proxy.compat.router_args import (
     RouterArgsBase,
     default_of,
@@ -35,9 +37,9 @@ from omni_proxy.compat.router_args import (
     has_effect,
     refusal_of,
 )
-from omni_proxy.compat.router_process import FROM_STDIN, Order, startup_of
 from omni_proxy.compat.sglang_args import SglangRouterArgs
 from omni_proxy.compat.vllm_args import VllmRouterArgs
+from omni_proxy.config.flags import Dialect, Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.self_exec import program_argv
@@ -237,3 +239,43 @@ def _python_path() -> str:
     ours = [str(root) for root in dict.fromkeys(roots) if root not in usual]
     before = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join([*ours, *([before] if before else [])])
+
+
+_SET_PARENT_DEATH_SIGNAL: Final = 1  # prctl(2)
+_SET_NAME: Final = 15
+ORPHANED: Final = 1
+FROM_STDIN: Final = "-"
+
+
+class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The parent's request: the arguments of `omni-proxy launch-router`, and its process id."""
+
+    words: list[str]
+    dialect: Dialect
+    warnings: list[str]
+    parent: int
+
+
+def main(argv: Sequence[str]) -> int:
+    if list(argv) != [FROM_STDIN]:
+        raise SystemExit("router-process is internal: omni-proxy starts it for its Python API")
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    # The mask of blocked signals is inherited from the parent.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    _set_process(f"{order.dialect}::router")
+    if os.getppid() != order.parent:  # the parent ended before PDEATHSIG was set
+        return ORPHANED
+    return start(startup_of(order))
+
+
+def startup_of(order: Order) -> Startup:
+    """Raises ConfigError for invalid arguments."""
+    return router_startup(order.words, order.dialect, tuple(order.warnings))
+
+
+def _set_process(name: str) -> None:
+    """Set the process name, and the signal at the end of the parent's thread, which waits for this
+    process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_SET_NAME, name.encode(), 0, 0, 0)
+    libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)

@@ -1,22 +1,27 @@
 """The subscriber process: receives and decodes the KV events of all engines, for the main process.
 
-It is a separate process, because decoding would delay the main process's event loop. Invariant: it
-does not outlive the main process: it exits when their socket closes. If the main process reads
-slowly, this one blocks, and batches queue in ZeroMQ up to a limit; beyond that they are lost, which
-is detected as a gap. It ignores signals, which the main process handles.
+It is a separate process, because decoding would delay the main process's event loop. Each
+`Subscription` is one publisher's sockets, with the state that validates batches (real-engines.md 4:
+frames, replay, which side binds). Invariants: batches of two connections are never mixed: when a
+connection breaks, the socket is replaced, and its queued batches are dropped. The process exits
+when its socket to the main process closes. If the main process reads slowly, this one blocks, and
+batches queue in ZeroMQ up to a limit; beyond that they are lost, which is detected as a gap. It
+ignores signals, which the main process handles.
 """
 
 from __future__ import annotations
 
+import errno
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 from time import monotonic
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from omni_proxy.kv_events.messages import (
     ChangesEvent,
@@ -28,9 +33,237 @@ from omni_proxy.kv_events.messages import (
     SubscriberCommand,
     UnsubscribeCommand,
 )
-from omni_proxy.kv_events.subscription import Subscription
 from omni_proxy.multiprocess.ipc import MessageFrames, encode_frame
 from omni_proxy.routing.kv_events.held_changes import MAX_PACKED, HeldChange, pack_changes
+from omni_proxy.routing.kv_events.publisher_state import PublisherState
+
+MAX_PAYLOAD_BYTES: Final = 64 * 1024 * 1024
+WAITING_BATCHES: Final = 20_000  # queue limit; more batches are lost, which is detected as a gap
+REPLAY_BATCHES: Final = 200_000
+READ_AT_ONCE: Final = 256  # batches read from one socket before the next
+RECONNECT_MS: Final = 100
+MAX_RECONNECT_MS: Final = 2000
+HEARTBEAT_MS: Final = 5000
+HEARTBEAT_TIMEOUT_MS: Final = 15_000
+# Time after the handshake until the publisher has certainly processed our subscription.
+SUBSCRIBED_AFTER_SECS: Final = 0.2
+REOPEN_SECS: Final = 0.5
+REPLAY_TIMEOUT_SECS: Final = 5.0  # a replay fails after this time without a batch
+REPLAY_END: Final = b"\xff" * 8
+_EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+class Poller(Protocol):
+    def register(self, socket: zmq.Socket[bytes], flags: int) -> None: ...
+    def unregister(self, socket: zmq.Socket[bytes]) -> None: ...
+
+
+class Subscription:
+    """A subscription. `now`: monotonic seconds."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], poller: Poller, *, endpoint: str,
+        binds: bool, replay: str,
+    ) -> None:  # fmt: skip
+        self.state = PublisherState(replays=bool(replay))
+        self.generation = 0
+        self._context = context
+        self._poller = poller
+        self._endpoint = endpoint
+        self._binds = binds
+        self._replay_endpoint = replay
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._replay: zmq.Socket[bytes] | None = None
+        self._replay_until = 0.0
+        self._error = ""
+        self._is_connected = False
+        self._subscribed_at: float | None = None
+        self._reopen_at: float | None = None
+        self._reported: tuple[object, ...] = ()
+
+    def open(self, now: float) -> None:
+        """Connect or bind; if that fails, `tick` retries it."""
+        socket = self._context.socket(zmq.SUB)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.RCVHWM, WAITING_BATCHES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._monitor = socket.get_monitor_socket(_EVENTS)
+        self._socket = socket
+        try:
+            self._attach(socket)
+        except zmq.ZMQError as error:
+            self._error = f"{self._endpoint}: {error.strerror or error}"
+            self._close_socket()
+            self._reopen_at = now + REOPEN_SECS
+            return
+        self._error, self._reopen_at = "", None
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def _attach(self, socket: zmq.Socket[bytes]) -> None:
+        if not self._binds:
+            socket.connect(self._endpoint)
+            return
+        try:
+            socket.bind(self._endpoint)
+        except zmq.ZMQError as error:
+            # The address is not of this machine: the publisher listens there.
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.ENODEV) or "*" in self._endpoint:
+                raise
+            socket.connect(self._endpoint)
+
+    def close(self) -> None:
+        self._close_socket()
+        self._close_replay()
+
+    def read(self, now: float) -> bool:
+        """Process received batches. Returns whether there may be more."""
+        self._read_replay(now)
+        for _ in range(READ_AT_ONCE):
+            if self._socket is None:
+                return False
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                self._take_monitor_events(now)
+                return False
+            # If a break is reported by now, this batch may be from the old connection.
+            if self._take_monitor_events(now):
+                return True
+            if len(frames) >= 2 and len(frames[-2]) == len(REPLAY_END):
+                number = int.from_bytes(frames[-2], "big")
+                self.state.receive(number, frames[-1], now)
+                self._ask(now)
+        return True
+
+    def tick(self, now: float) -> None:
+        """Process timeouts; call it several times a second, after `read`."""
+        if self._reopen_at is not None and now >= self._reopen_at:
+            self.open(now)
+        if self._subscribed_at is not None and now >= self._subscribed_at:
+            self._subscribed_at = None
+            self.state.connected(now)
+        if self._replay is not None and now >= self._replay_until:
+            self._close_replay()
+            self.state.replay_failed(f"{self._replay_endpoint} does not answer", now)
+        self.state.tick(now)
+        self._ask(now)
+
+    def flushed(self, generation: int, now: float) -> list[HeldChange]:
+        """Like `PublisherState.flushed`; returns all blocks that are known after it."""
+        self.generation = generation
+        self.state.flushed(now)
+        self._ask(now)
+        return [*self.state.take_changes(), *self.state.dump()]
+
+    def report(self, number: int) -> PublisherReport | None:
+        """The next report; None if nothing has changed."""
+        state = self.state
+        reason = state.reason
+        if self._error:
+            reason = self._error
+        elif not self._is_connected and state.mode == "inferred":
+            reason = f"no connection to a publisher at {self._endpoint}"
+        facts = (state.mode, reason, state.batches, state.undecodable)
+        if facts == self._reported:
+            return None
+        self._reported = facts
+        return PublisherReport(number, *facts, state.undecodable_reason)
+
+    def _take_monitor_events(self, now: float) -> bool:
+        """Process connection events. Returns whether the connection broke."""
+        while self._monitor is not None:
+            try:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_connected = True
+                self._subscribed_at = now + SUBSCRIBED_AFTER_SECS
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self._is_connected = False
+                self._subscribed_at = None
+                self._close_socket()
+                self.state.disconnected()
+                self._ask(now)
+                self.open(now)
+                return True
+        return False
+
+    def _ask(self, now: float) -> None:
+        """Request the replay that the state needs, and close one that it no longer awaits."""
+        if self._replay is not None and not self.state.is_replaying:
+            self._close_replay()
+        start, self.state.replay_from = self.state.replay_from, None
+        if start is None:
+            return
+        self._close_replay()
+        socket = self._context.socket(zmq.DEALER)
+        self._replay = socket
+        self._replay_until = now + REPLAY_TIMEOUT_SECS
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.RCVHWM, REPLAY_BATCHES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+        try:
+            socket.connect(self._replay_endpoint)
+            socket.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            reason = f"{self._replay_endpoint}: {error.strerror or error}"
+            self._close_replay()
+            self.state.replay_failed(reason, now)
+            return
+        self._poller.register(socket, zmq.POLLIN)
+
+    def _read_replay(self, now: float) -> None:
+        for _ in range(READ_AT_ONCE):
+            if self._replay is None:
+                return
+            try:
+                frames = self._replay.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._replay_until = now + REPLAY_TIMEOUT_SECS
+            # The frames before these two differ by engine: an empty frame, the topic.
+            if len(frames) < 2 or len(frames[-2]) != len(REPLAY_END):
+                self._close_replay()
+                self.state.replay_failed(f"{self._replay_endpoint}: not a replay", now)
+            elif frames[-2] == REPLAY_END:
+                self._close_replay()
+                self.state.replay_ended(now)
+            else:
+                self.state.replayed(int.from_bytes(frames[-2], "big"), frames[-1], now)
+            self._ask(now)
+
+    def _close_socket(self) -> None:
+        if self._socket is None:
+            return
+        for each in (self._socket, self._monitor):
+            if each is not None:
+                self._forget(each)
+        self._socket.disable_monitor()
+        self._socket.close(0)
+        self._socket = self._monitor = None
+
+    def _close_replay(self) -> None:
+        if self._replay is not None:
+            self._forget(self._replay)
+            self._replay.close(0)
+            self._replay = None
+
+    def _forget(self, socket: zmq.Socket[bytes]) -> None:
+        try:
+            self._poller.unregister(socket)
+        except KeyError:
+            return  # it was never registered
+
 
 TICK_MS: Final = 100
 REPORT_SECS: Final = 0.5  # interval of reports of which only counts have changed

@@ -1,6 +1,8 @@
 """The client for the proxy's own calls to workers: to one, or to many in parallel.
 
-Probes, admin operations and model lists use it; requests of clients go through the data plane.
+Probes, admin operations and model lists use it; requests of clients go through the data plane. Some
+operations have different paths in different engines (`flush_cache`, `generate_token`): only the
+engine's confirmation is a success, never another route's 200 (routers.md 1.6, real-engines.md 5).
 Invariant: only literal addresses are dialled, no proxy environment variable is read, no redirect is
 followed, and no connection outlives its call. A failed call affects only its own result:
 `call_worker` and `broadcast` never raise because of a worker, and change no health state and no
@@ -10,6 +12,7 @@ response has: h11 parses everything that one read returned, and httpx reads 64 K
 
 from __future__ import annotations
 
+import json
 import os
 import ssl
 from collections.abc import Callable, Iterable, Mapping
@@ -312,3 +315,44 @@ async def _send(worker: Worker, call: Call) -> tuple[int, bytes | None, str]:
         finally:
             await response.aclose()
     return response.status_code, body, response.headers.get("content-type", "")
+
+
+FLUSH_PATHS: Final = ("/flush_cache", "/reset_prefix_cache")  # SGLang's, vLLM's
+_JSON: Final = {"content-type": "application/json"}
+_TOKEN: Final = {"max_tokens": 1, "temperature": 0}
+
+
+async def flush_cache(
+    worker: Worker, headers: Mapping[str, str], timeout_secs: float
+) -> CallResult:
+    """The result of the first flush route that the worker has."""
+    calls = [Call("POST", path, headers=headers, timeout_secs=timeout_secs) for path in FLUSH_PATHS]
+    return await _first_of(worker, calls)
+
+
+async def generate_token(
+    worker: Worker, headers: Mapping[str, str], timeout_secs: float
+) -> CallResult:
+    """Call the worker's generating health check if it has one, else generate one token."""
+    sent = {**headers, **_JSON}
+    completion = {"prompt": "hi", **_TOKEN, **({"model": worker.model} if worker.model else {})}
+    sampling = {"text": "hi", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    calls = [
+        Call("GET", "/health_generate", headers=headers, timeout_secs=timeout_secs),
+        Call("POST", "/v1/completions", _body(completion), sent, timeout_secs),
+        Call("POST", "/generate", _body(sampling), sent, timeout_secs),
+    ]
+    return await _first_of(worker, calls)
+
+
+async def _first_of(worker: Worker, calls: list[Call]) -> CallResult:
+    """The response of the first route that the worker has, else of the last route."""
+    for call in calls[:-1]:
+        result = await call_worker(worker, call)
+        if result.status not in ROUTE_ABSENT:
+            return result
+    return await call_worker(worker, calls[-1])
+
+
+def _body(fields: Mapping[str, object]) -> bytes:
+    return json.dumps(fields).encode()

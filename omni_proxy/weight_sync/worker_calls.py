@@ -19,8 +19,7 @@ from omni_proxy.admin_ops.engine_dialects import EngineCall, translate
 from omni_proxy.admin_ops.results import WorkerResult, parsed, version_of
 from omni_proxy.admin_ops.routes import CONTINUE, AdminRoute
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker
-from omni_proxy.upstream_http.engine_calls import flush_cache
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker, flush_cache
 from omni_proxy.weight_sync.protocol.checksum_agreement import Verdict, compare_answers
 
 MAX_RESPONSE_BYTES = 64 * 1024 * 1024  # a checksum response lists every tensor

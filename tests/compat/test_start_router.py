@@ -1,8 +1,7 @@
 import pytest
 
 from omni_proxy.compat import RouterArgsError, SglangRouterArgs, VllmRouterArgs
-from omni_proxy.compat.router_process import startup_of
-from omni_proxy.compat.start_router import command_words, order_for
+from omni_proxy.compat.start_router import command_words, order_for, startup_of
 from omni_proxy.config.schema import Config
 
 BOTH = pytest.mark.parametrize("kind", [SglangRouterArgs, VllmRouterArgs])

@@ -1,6 +1,6 @@
 import trio
 
-from omni_proxy.launch.startup_progress import wait_until_ready
+from omni_proxy.launch.launcher import wait_until_ready
 
 
 class Replicas:

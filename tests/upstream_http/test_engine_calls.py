@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from omni_proxy.upstream_http.engine_calls import flush_cache, generate_token
+from omni_proxy.upstream_http.client import flush_cache, generate_token
 from tests.admin_api.api_fixture import A, build_api, entry
 from tests.admin_api.fake_engines import Engines
 

@@ -31,8 +31,7 @@ from omni_proxy.cli.bench.arguments import (
     parser,
 )
 from omni_proxy.cli.bench.load import LoadGenerator, LoadPlan, PromptTexts
-from omni_proxy.cli.bench.measurements import BenchFigures, LoadMeasurements
-from omni_proxy.cli.bench.report import draw, print_figures
+from omni_proxy.cli.bench.measurements import BenchFigures, LoadMeasurements, draw, print_figures
 from omni_proxy.cli.client.tls_options import (
     ClientCert,
     ClientCertError,

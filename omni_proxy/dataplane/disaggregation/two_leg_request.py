@@ -41,8 +41,8 @@ from omni_proxy.dataplane.upstream.attempt import (
     SentRequest,
     run_attempt,
 )
-from omni_proxy.dataplane.upstream.outcome import report_end
 from omni_proxy.dataplane.upstream.pool import ResponseStart
+from omni_proxy.dataplane.upstream.retry import report_end
 from omni_proxy.dataplane.upstream.side_task import (
     AnswerCut,
     hold_response,

@@ -37,9 +37,8 @@ from omni_proxy.dataplane.exchange.stored_responses import read_keys
 from omni_proxy.dataplane.loop.task import pause
 from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.upstream.attempt import AttemptFailed, SentRequest, run_attempt
-from omni_proxy.dataplane.upstream.outcome import report_end
 from omni_proxy.dataplane.upstream.outgoing_body import find_spans
-from omni_proxy.dataplane.upstream.retry import RetryState
+from omni_proxy.dataplane.upstream.retry import RetryState, report_end
 from omni_proxy.dataplane.websocket import relay as websocket_relay
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES, ONE_PASS_BYTES, walk_large_json
 from omni_proxy.routing.inspect.model_field import walk_model_spans

@@ -1,9 +1,11 @@
-"""Retries: which failed attempts may be repeated, after which back-off, and at which worker.
+"""Retries: which failed attempts may be repeated, after which back-off, and at which worker. Also
+reports the end of the last attempt to outlier ejection.
 
 Invariant: nothing has been sent to the client yet. A worker that a method returns is already
 acquired. A response whose status is retried is kept, with its connection open, until another worker
 is acquired; if none can be, the client gets it. RetryState is created only after a failed attempt,
-so that successful requests don't pay for it.
+so that successful requests don't pay for it. Outlier ejection gets broken bodies and successful
+responses; never a disconnect of the client.
 """
 
 from __future__ import annotations
@@ -15,11 +17,29 @@ from omni_proxy.backoff import exponential_delay
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.services import ExchangeServices
-from omni_proxy.dataplane.upstream.acquire import report_failure
+from omni_proxy.dataplane.upstream.acquire import report_failure, report_success
 from omni_proxy.dataplane.upstream.pool import ResponseStart
 from omni_proxy.fleet.worker import FAILED, Worker
+from omni_proxy.routing.routes import VOICE_OWNER
 from omni_proxy.wire.aborted_reply import CODE as ABORTED
 from omni_proxy.wire.errors import HttpError
+
+
+def report_end(services: ExchangeServices, exchange: Exchange, worker: Worker) -> None:
+    """Report the end of a response to outlier ejection and the voice registry."""
+    route = exchange.route
+    if exchange.error and exchange.ended_by == "worker":
+        report_failure(services.fleet, exchange, worker, exchange.error)
+    elif exchange.outcome == "completed" and exchange.status < 500:
+        report_success(services.fleet, exchange, worker)
+    if route is not None and route.pinning is VOICE_OWNER and _changed_voices(exchange):
+        services.keep_voices_at(worker)
+
+
+def _changed_voices(exchange: Exchange) -> bool:
+    """Whether an upload or deletion succeeded: its worker owns the voices (omni-router.md 13)."""
+    return exchange.method in ("POST", "DELETE") and 200 <= exchange.status < 300
+
 
 CHANCES: Final = 1000
 FIRST_PAUSE_SECS: Final = 0.05

@@ -20,8 +20,7 @@ from typing import Any, Final
 
 from omni_proxy.admin_ops.results import WorkerResult, label_reported, version_of
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
-from omni_proxy.upstream_http.engine_calls import flush_cache, generate_token
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, flush_cache, generate_token
 from omni_proxy.weight_sync.delivery.deliver import DISK, DeliveryOptions, VersionDeliverer
 from omni_proxy.weight_sync.protocol.checksum_agreement import (
     Digest,

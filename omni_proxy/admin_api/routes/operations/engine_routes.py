@@ -28,8 +28,9 @@ from omni_proxy.upstream_http.client import (
     CallResult,
     broadcast,
     call_worker,
+    flush_cache,
+    generate_token,
 )
-from omni_proxy.upstream_http.engine_calls import flush_cache, generate_token
 from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.wire.errors import HttpError
 

@@ -4,8 +4,7 @@ from dataclasses import fields
 
 from omni_proxy.cluster.messages import FiguresMessage
 from omni_proxy.cluster.proxy_figures import CountedFigures, ProxyFigures
-from omni_proxy.cluster_member import shared_figures
-from omni_proxy.cluster_member.shared_figures import SharedFigures
+from omni_proxy.cluster_member.figures import SharedFigures
 from omni_proxy.telemetry.histogram import FINE
 from omni_proxy.telemetry.history import Bin, History
 
@@ -30,7 +29,7 @@ def test_counts_are_sent_with_the_names_of_the_history():
 
 
 def test_only_counts_of_known_members_are_added(monkeypatch):
-    monkeypatch.setattr(shared_figures.time, "time", lambda: AT)
+    monkeypatch.setattr("omni_proxy.cluster_member.figures.time.time", lambda: AT)
     source = Source()
     source.history.follow_cluster(member=True)
     source.history.end_second(AT, (1, 0, ()), 0, 0)
