@@ -53,8 +53,8 @@ async def shows(page, selector, *texts):
 
 async def push(page, worker, word):
     """Clicks a button in the worker's row, once the list has stopped moving."""
-    await page.until("performance.now() - movedAt > SETTLE_MS")
-    await page.click(f"{row(worker)} .acts button:nth-child({word})")
+    await page.until("performance.now() - rowsMovedAt > SETTLE_MS")
+    await page.click(f"{row(worker)} .actions button:nth-child({word})")
 
 
 def ids(fleet):

@@ -100,8 +100,8 @@ async def test_a_page_of_another_origin_changes_nothing(page, tmp_path, target):
 async def test_a_rebound_host_name_is_refused_and_the_page_names_the_setting(page, tmp_path):
     async with running_server(tmp_path) as (running, _):
         await page.visit(url_with_host(REBOUND, running.client.base_url, "/dashboard"))
-        await page.until("!document.querySelector('#locked').hidden")
-        text = await page.text("#locked")
+        await page.until("!document.querySelector('#sign-in').hidden")
+        text = await page.text("#sign-in")
         assert f"add '{REBOUND}' to [admin] allowed_hosts" in text
         assert "its key" not in text
         assert await page.evaluate("fetch('/config').then((answer) => answer.status)") == 403

@@ -21,8 +21,8 @@ async def test_figures_are_sums_over_the_proxies_and_each_has_a_row(page, tmp_pa
         async with trio.open_nursery() as nursery, held_requests(second, fleet, 2):
             nursery.start_soon(first.ask)
             await page.visit(url_of(first))
-            await shows(page, "#node", "this is p0")
-            await shows(page, "#proxies-says", "cluster omni: 2 proxies over one fleet")
+            await shows(page, "#proxy-name", "proxy p0")
+            await shows(page, "#proxies-summary", "cluster omni: 2 proxies; figures of the fleet")
             await shows(page, "#proxy-rows", "p0", "this page", "p1", " ago")
             await page.until(f"({TILES})['In flight'] === '3'")
             link = "document.querySelector('#proxy-rows a')"
@@ -31,11 +31,11 @@ async def test_figures_are_sums_over_the_proxies_and_each_has_a_row(page, tmp_pa
             # Requests of the other proxy count in the worker's row and in the fleet's charts.
             rate = f"document.querySelector({row(fleet[0])!r} + ' td:nth-of-type(3)').innerText"
             await page.until(f"Number({rate}) > 0")
-            await page.until("past?.series.requests_per_sec.some((value) => value > 0)")
-            await page.evaluate("choose(900, THIS_PROXY)")
-            await page.until("past?.series.in_flight.some((value) => value > 0)")
-            assert not await page.evaluate(
-                "past.series.requests_per_sec.some((value) => value > 0)"
+            await page.until("chartData?.series.requests_per_sec.some((value) => value > 0)")
+            await page.tell("selectCharts(900, THIS_PROXY)")
+            await page.until("chartData?.series.in_flight.some((value) => value > 0)")
+            assert not await page.tell(
+                "chartData.series.requests_per_sec.some((value) => value > 0)"
             )
             await page.click("#proxy-rows a")
-            await shows(page, "#node", "this is p1")
+            await shows(page, "#proxy-name", "proxy p1")

@@ -36,7 +36,7 @@ async def test_an_operator_sees_the_fleet_and_disables_enables_and_removes_worke
         await push(page, one, SWITCH)
         await shows(page, row(one), "disabled", "Enable")
         await shows(page, "#state", "Serving with 1 of 2 workers")
-        await shows(page, "#alerts", f"{address(one)} is out", "disabled")
+        await shows(page, "#alerts", f"{address(one)} is out of rotation", "disabled")
         assert record(await running.get_json("/workers"), one)["disabled"]
 
         await push(page, one, SWITCH)
@@ -49,7 +49,7 @@ async def test_an_operator_sees_the_fleet_and_disables_enables_and_removes_worke
         await page.until("!document.querySelector('#confirm').open")
         assert len((await running.get_json("/workers"))["workers"]) == 2
         await push(page, two, REMOVE)
-        await page.click("#confirm-yes")
+        await page.click("#confirm-ok")
         await page.until(f"!document.querySelector({json.dumps(row(two))})")
         assert [row["url"] for row in (await running.get_json("/workers"))["workers"]] == [one.url]
 
@@ -87,16 +87,18 @@ async def test_a_rollout_is_shown_until_it_ends(page, tmp_path):
         alert = ("Rollout to v2: paused", "1 of 2 workers updated", "resume continues")
         await shows(page, "#alerts", *alert)
         rows = (f"{address(fleet[0])} updated", f"{address(fleet[1])} pending", "operator-3")
-        await shows(page, "#weights-now", "Rollout to v2 is paused", *rows)
-        assert "different weights" not in await page.text("#alerts")
+        await shows(page, "#current-operations", "Rollout to v2 is paused", *rows)
+        assert "different weight versions" not in await page.text("#alerts")
         await running.client.post("/weights/rollout/resume")
         await shows(page, "#alerts", "No problems")
-        await shows(page, "#weights-says", "published: v2, epoch 1")
+        await shows(page, "#weights-summary", "published: v2, epoch 1")
 
 
 async def test_a_disabled_worker_shows_how_long_it_has_been_disabled(page, tmp_path):
     async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet):
-        disabled_after_healthy = "seconds(last.fleet[0].state_since) > seconds(last.fleet[0].since)"
+        disabled_after_healthy = (
+            "toSeconds(snapshot.fleet[0].state_since) > toSeconds(snapshot.fleet[0].since)"
+        )
         # Otherwise a redraw may move the button during the click.
         await shows(page, row(fleet[0]), "takes requests")
         await push(page, fleet[0], DRAIN)
@@ -117,20 +119,22 @@ async def test_on_the_model_port_the_page_links_to_the_admin_listener(page, tmp_
         workers("one") as fleet,
         dashboard(page, tmp_path, fleet, more=settings) as running,
     ):
-        await shows(page, "#elsewhere", "The dashboard is on the admin listener", admin_address)
-        assert await page.evaluate("document.querySelector('#locked').hidden")
-        link = await page.evaluate("document.querySelector('#elsewhere-how a').href")
+        await shows(
+            page, "#admin-listener", "The dashboard is on the admin listener", admin_address
+        )
+        assert await page.tell("document.querySelector('#sign-in').hidden")
+        link = await page.tell("document.querySelector('#admin-listener-link a').href")
         assert link == f"http://{admin_address}/dashboard"
         await page.visit(link)
-        await shows(page, "#locked", "Enter the admin API key")
-        await page.click("#key")
+        await shows(page, "#sign-in", "Enter the admin API key")
+        await page.click("#admin-key")
         await page.type(KEY)
         await page.press("Enter")
         # The page may call only its own address, and the admin listener has no model routes.
         models = str(running.client.base_url).rstrip("/")
-        await shows(page, "#playground", f"Model routes are at {models}", "curl", "Copy")
-        assert await page.evaluate("document.querySelector('#chat').hidden")
-        await page.until("past !== null")
+        await shows(page, "#chat", f"Model routes are at {models}", "curl", "Copy")
+        assert await page.tell("document.querySelector('#chat-form').hidden")
+        await page.until("chartData !== null")
         await page.resize(375, 812)
         fits = "(svg) => svg.getAttribute('viewBox').split(' ')[2] == svg.clientWidth"
         await page.until(f"[...document.querySelectorAll('.chart svg')].every({fits})")
@@ -140,16 +144,16 @@ async def test_on_the_model_port_the_page_links_to_the_admin_listener(page, tmp_
 async def test_a_silent_worker_is_highlighted(page, tmp_path):
     async with workers("a", "b") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, "#alerts", "No problems")
-        alerts, badge, kind = await page.evaluate("""(() => {
-            Object.assign(last.fleet[0], {silent_secs: 33, in_flight: 6});
-            paint();
-            const row = document.querySelector("#rows tr");
+        alerts, badge, kind = await page.tell("""(() => {
+            Object.assign(snapshot.fleet[0], {silent_secs: 33, in_flight: 6});
+            render();
+            const row = document.querySelector("#worker-rows tr");
             return [document.querySelector("#alerts").innerText, row.innerText, row.className];
         })()""")
-        assert "is silent: 6 in flight, and nothing has come from it for 33 s" in alerts
+        assert "is silent: 6 in flight, no response data for 33 s" in alerts
         assert "No problems" not in alerts
         assert "silent for 33 s" in badge
-        assert "warn" in kind
+        assert "warning" in kind
         await shows(page, "#alerts", "No problems")
 
 
@@ -157,12 +161,12 @@ async def test_workers_can_be_disabled_and_enabled_with_the_keyboard(page, tmp_p
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet) as running:
         (one,) = fleet
         await shows(page, row(one), "takes requests")
-        await page.evaluate(
-            f"document.querySelector({json.dumps(row(one) + ' .acts button')}).focus()"
+        await page.tell(
+            f"document.querySelector({json.dumps(row(one) + ' .actions button')}).focus()"
         )
         await page.press("Enter")
         await shows(page, "#confirm", "the only worker that takes requests")
-        assert await page.evaluate("document.activeElement.id") == "confirm-no"
+        assert await page.tell("document.activeElement.id") == "confirm-cancel"
         await page.press("Tab")
         await page.press("Enter")
         await shows(page, "#state", "no worker takes requests")
@@ -177,30 +181,30 @@ async def test_without_the_key_the_page_shows_nothing(page, tmp_path):
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet, more=settings) as running:
         (one,) = fleet
         page_source = "document.documentElement.outerHTML"
-        await shows(page, "#locked", "Enter the admin API key")
-        assert address(one) not in await page.evaluate(page_source)
+        await shows(page, "#sign-in", "Enter the admin API key")
+        assert address(one) not in await page.tell(page_source)
 
-        await page.click("#key")
+        await page.click("#admin-key")
         await page.type("wrong")
         await page.press("Enter")
-        await shows(page, "#locked-why", "Wrong key")
-        assert address(one) not in await page.evaluate(page_source)
+        await shows(page, "#sign-in-error", "Invalid key")
+        assert address(one) not in await page.tell(page_source)
 
-        await page.click("#key")
+        await page.click("#admin-key")
         await page.type(KEY)
         await page.press("Enter")
         await shows(page, row(one), "takes requests")
         await push(page, one, SWITCH)
-        await page.click("#confirm-yes")
+        await page.click("#confirm-ok")
         await shows(page, row(one), "disabled")
         assert KEY not in await page.evaluate(page_source)
         assert await page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
 
         await page.visit(url_of(running))
         await shows(page, row(one), "disabled")
-        await page.click("#forget")
-        await shows(page, "#locked", "Enter the admin API key")
-        source = await page.evaluate(page_source)
+        await page.click("#sign-out")
+        await shows(page, "#sign-in", "Enter the admin API key")
+        source = await page.tell(page_source)
         assert (address(one) in source, KEY in source) == (False, False)
         assert await page.evaluate("sessionStorage.length") == 0
 
@@ -222,10 +226,12 @@ async def test_the_reason_for_a_dead_worker_is_shown_and_it_can_be_revived(page,
             await shows(page, row(two), "takes requests")
             life.cancel()
             await shows(page, row(two), "unhealthy", "Connection refused")
-            await shows(page, "#alerts", f"{address(two)} is out: unhealthy: Connection refused")
-            assert "bad" in await page.evaluate(f"document.querySelector('{row(two)}').className")
+            await shows(
+                page, "#alerts", f"{address(two)} is out of rotation: unhealthy: Connection refused"
+            )
+            assert "error" in await page.tell(f"document.querySelector('{row(two)}').className")
             await push(page, two, REVIVE)
-            await shows(page, "#notice", address(two), "starts anew")
+            await shows(page, "#notification", address(two), "was revived")
             assert record(await running.get_json("/workers"), two)["health_state"] != "healthy"
         nursery.cancel_scope.cancel()
 
@@ -251,15 +257,15 @@ async def test_a_drain_is_shown_until_it_ends(page, tmp_path):
 async def test_recent_requests_and_a_refused_reload_are_shown(page, tmp_path):
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet) as running:
         await running.ask(model="some-model")
-        await shows(page, "#end-rows", "completed", "/v1/chat/completions", address(fleet[0]))
+        await shows(page, "#request-rows", "completed", "/v1/chat/completions", address(fleet[0]))
         await page.until("points.some((point) => point.requests > 0)")
         assert await shifted_elements(page, running) == []
         put(tmp_path / "proxy.toml", "[server]\nprot = 1\n")
         await page.click("#reload")
         await shows(page, "#config", "refused", "server.prot", "did you mean `port`?")
         await shows(page, "#alerts", "The last reload was refused", "line 2")
-        await page.click("#running summary")
-        await shows(page, "#running-text", '"drain_timeout_secs"')
+        await page.click("#effective-config summary")
+        await shows(page, "#effective-config-text", '"drain_timeout_secs"')
 
 
 async def test_both_workers_of_a_request_in_two_legs_are_shown(page, tmp_path):
@@ -273,7 +279,7 @@ async def test_both_workers_of_a_request_in_two_legs_are_shown(page, tmp_path):
             await running.until_routable(*fleet)
             await page.visit(url_of(running))
             await running.ask()
-            await shows(page, "#end-rows", " \u203a ".join(map(address, fleet)))
+            await shows(page, "#request-rows", " \u203a ".join(map(address, fleet)))
             await shows(page, row(fleet[0]), "prefill")
             await shows(page, row(fleet[1]), "decode")
 
@@ -287,17 +293,17 @@ async def shifted_elements(page, running):
         window.moved = [];
         new PerformanceObserver((list) => moved.push(...list.getEntries().flatMap(
           (entry) => entry.sources.map(({node}) => node?.closest ? node : node?.parentElement)
-            .filter((it) => it && !it.closest(".key"))
+            .filter((it) => it && !it.closest(".legend"))
             .map((it) => `${it.closest("section")?.id} ${it.outerHTML.slice(0, 200)}`))))
           .observe({type: "layout-shift"}) ?? null
     """)
-    seen = await page.evaluate("last.at")
+    seen = await page.tell("snapshot.at")
     for _ in range(2):
         await running.ask(model="some-model")
-        await page.until(f"last.at > {json.dumps(seen)}")
-        seen = await page.evaluate("last.at")
-    shifted = await page.evaluate("moved.splice(0)")
-    await page.evaluate("document.querySelector('main').style.paddingTop = '90px'")
+        await page.until(f"snapshot.at > {json.dumps(seen)}")
+        seen = await page.tell("snapshot.at")
+    shifted = await page.tell("moved.splice(0)")
+    await page.tell("document.querySelector('main').style.paddingTop = '90px'")
     await page.until("moved.length")  # the observer does report shifts
     return shifted
 
@@ -307,17 +313,17 @@ async def test_the_explain_box_shows_the_pick_or_why_there_is_none(page, tmp_pat
         one, two = fleet
         await running.client.put(f"/workers/{ids(fleet)[0]}", json={"disabled": True})
         await shows(page, row(one), "disabled")
-        await page.click("#ask button")
-        await shows(page, "#answer", f"It would go to {address(two)}", "disabled")
+        await page.click("#explain-form button")
+        await shows(page, "#explain-result", f"It would go to {address(two)}", "disabled")
         await running.client.put(f"/workers/{ids(fleet)[1]}", json={"disabled": True})
-        await page.click("#ask button")
-        await shows(page, "#answer", "Nobody can take it", "all_disabled")
-        await page.evaluate("document.querySelector('#body').select()")
-        await page.click("#body")
-        await page.evaluate("document.querySelector('#body').select()")
+        await page.click("#explain-form button")
+        await shows(page, "#explain-result", "No eligible worker", "all_disabled")
+        await page.tell("document.querySelector('#explain-body').select()")
+        await page.click("#explain-body")
+        await page.tell("document.querySelector('#explain-body').select()")
         await page.type("{not json")
-        await page.click("#ask button")
-        await shows(page, "#answer", "JSON")
+        await page.click("#explain-form button")
+        await shows(page, "#explain-result", "JSON")
 
 
 async def test_the_page_fits_a_phone_and_escapes_names_in_light_and_dark_mode(page, tmp_path):
@@ -349,11 +355,11 @@ async def test_a_lost_connection_is_shown_and_restored(page, tmp_path):
         (one,) = fleet
         async with dashboard(page, tmp_path, fleet, port=port):
             await shows(page, row(one), "takes requests")
-        await shows(page, "#lost", "Connection lost", "What you see is from", "Trying again")
+        await shows(page, "#disconnected", "Connection lost", "Showing data of", "Reconnecting in")
         await shows(page, "#state", "Last known: Serving")
         async with program("--config", tmp_path / "proxy.toml") as running:
             await running.until_routable(one)
-            await page.until("document.querySelector('#lost').hidden")
+            await page.until("document.querySelector('#disconnected').hidden")
             await shows(page, row(one), "takes requests")
         page.console_errors.clear()
 
@@ -362,26 +368,26 @@ async def test_a_page_in_the_back_forward_cache_has_no_feed(page, tmp_path):
     """Browsers open six connections to a host: pages that they only cache must not use them."""
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, row(fleet[0]), "takes requests")
-        await page.evaluate("window.left = {feed: aborting.signal, at: last.at}, true")
+        await page.tell("window.left = {feed: feedAbort.signal, at: snapshot.at}, true")
         await page.visit("about:blank")
-        await page.evaluate("history.back()")
-        await page.until("window.left && last.at > left.at")  # the same page, restored
-        assert await page.evaluate("left.feed.aborted")
+        await page.tell("history.back()")
+        await page.until("window.left && snapshot.at > left.at")  # the same page, restored
+        assert await page.tell("left.feed.aborted")
 
 
 async def test_a_read_only_key_sees_the_fleet_and_is_refused_changes(page, tmp_path):
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     settings = f'[[admin.keys]]\nname = "viewer"\nkey_sha256 = "{digest}"\n'
     async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet, more=settings):
-        await shows(page, "#locked", "[[admin.keys]]")
-        await page.click("#key")
+        await shows(page, "#sign-in", "[[admin.keys]]")
+        await page.click("#admin-key")
         await page.type(KEY)
         await page.press("Enter")
         await shows(page, row(fleet[0]), "takes requests")
         await push(page, fleet[0], SWITCH)
         await shows(page, "body", "'viewer' has the role read")
         await shows(page, row(fleet[0]), "takes requests")
-        assert await page.evaluate("document.querySelector('#locked').hidden")
+        assert await page.tell("document.querySelector('#sign-in').hidden")
 
 
 async def test_callers_are_shown_where_keys_are_configured(page, tmp_path):

@@ -57,26 +57,26 @@ async def test_the_documented_tasks_take_the_promised_number_of_clicks(page, tmp
             assert await page.evaluate(CUT_LABELS) == 0
             assert clicks == 0
 
-            await press("#add")
+            await press("#add-worker")
             await page.type(new.url)
-            await press("Add it")
+            await press("#worker-form .primary")
             await shows(page, row(new), "takes requests")
             await push(page, fleet[1], DRAIN)
             await shows(page, row(fleet[1]), "drained")
             assert clicks + 1 == 3
 
-            await press("#make-key")
+            await press("#add-caller")
             await page.type("team-a")
-            await press("#key-requests")
+            await press("#caller-requests")
             await page.type("2")
-            await press("#keying-make")
-            await shows(page, "#new-key", "In force now")
+            await press("#caller-submit")
+            await shows(page, "#new-key", "Active now")
             new_key = await page.text("#new-key pre")
-            await press("#keying-no")
+            await press("#caller-cancel")
             headers = {"authorization": f"Bearer {new_key}"}
             statuses = [await chat(running, **headers) for _ in range(3)] + [await chat(running)]
             assert statuses == [200, 200, 429, 401]
-            await shows(page, "#callers", "team-a", "at most 2 a minute", "18, 4")
-            await shows(page, "#callers", "requests per minute 1", "without a right key")
+            await shows(page, "#callers", "team-a", "limit 2 per minute", "18, 4")
+            await shows(page, "#callers", "requests per minute 1", "without a valid key")
             assert clicks + 1 == 7
         nursery.cancel_scope.cancel()

@@ -79,21 +79,23 @@ async def test_traffic_is_charted_and_a_request_shows_its_attempts(page, tmp_pat
         one.broken = True
         for _ in range(2):
             await running.ask(model="some-model", stream=True)
-        await shows(page, "#end-rows", "2 attempts")
-        retried = "[...document.querySelectorAll('#end-rows tr')].find((it) => /2 att/.test(it.innerText))"
-        await page.evaluate(f"{retried}.querySelector('button').click()")
+        await shows(page, "#request-rows", "2 attempts")
+        retried = "[...document.querySelectorAll('#request-rows tr')].find((it) => /2 att/.test(it.innerText))"
+        await page.tell(f"{retried}.querySelector('button').click()")
         texts = (address(one), address(two), "Why this worker?", "round_robin", "had failed")
-        await shows(page, ".life", *texts, "worker, until its head", "omni-proxy trace")
-        parts = ("Its candidates, when its first worker was picked", "could take it", "took it")
+        await shows(
+            page, ".request-details", *texts, "waiting for the response head", "omni-proxy trace"
+        )
+        parts = ("Candidates of the first attempt", "eligible", "picked")
         await shows(page, ".candidates", *parts, "in flight")
         await push_words(page, "Where would this request go now?")
-        await shows(page, "#answer", "It would go to")
-        await push_words(page, "Close it, and go on")
-        await page.until("!document.querySelector('.life')")
+        await shows(page, "#explain-result", "It would go to")
+        await push_words(page, "Close and resume")
+        await page.until("!document.querySelector('.request-details')")
 
-        seen = "past?.series.requests_per_sec.some((value) => value > 0)"
+        seen = "chartData?.series.requests_per_sec.some((value) => value > 0)"
         await page.until("points.some((point) => point.requests > 0)")
-        await page.evaluate("choose(3600, '')")  # fetches the history at once
+        await page.tell("selectCharts(3600, '')")  # fetches the history at once
         await page.until(seen)
         label = "document.querySelector('#charts svg').getAttribute('aria-label')"
         assert "Requests per second of the fleet over the last 1 h; now all" in await page.evaluate(
@@ -101,17 +103,17 @@ async def test_traffic_is_charted_and_a_request_shows_its_attempts(page, tmp_pat
         )
         await page.evaluate("document.activeElement.blur()")
         await page.press("1")
-        await page.until("past?.secs === 900")
-        await page.evaluate(f"document.querySelector({json.dumps(row(two) + ' .name')}).click()")
-        await shows(page, "#rows", two.url, "Requests since it was added")
-        await push_words(page, "Charts of it")
-        await page.until(f"past?.worker === {json.dumps(two.url)} && Boolean(fleetPast)")
-        assert f"of {address(two)} over the last 15 min" in await page.evaluate(label)
-        await page.evaluate("past.series.requests_per_sec.fill(0).fill(0.4, 0, 2); paintCharts()")
-        assert await page.text("#traffic-says") == "4 requests, 0 errors in 15 min"
+        await page.until("chartData?.secs === 900")
+        await page.tell(f"document.querySelector({json.dumps(row(two) + ' .name')}).click()")
+        await shows(page, "#worker-rows", two.url, "Requests since added")
+        await push_words(page, "Show charts")
+        await page.until(f"chartData?.worker === {json.dumps(two.url)} && Boolean(fleetData)")
+        assert f"of {address(two)} over the last 15 min" in await page.tell(label)
+        await page.tell("chartData.series.requests_per_sec.fill(0).fill(0.4, 0, 2); renderCharts()")
+        assert await page.text("#traffic-summary") == "4 requests, 0 errors in 15 min"
         assert "tokens are not counted" in await page.text("#charts")
         await page.click("#traffic summary")
-        await shows(page, "#chart-values", "Time to first token, p95", "highest")
+        await shows(page, "#chart-values", "Time to first token, p95", "Max")
 
 
 async def test_workers_are_changed_removed_added_and_brought_back(page, tmp_path):
@@ -123,21 +125,19 @@ async def test_workers_are_changed_removed_added_and_brought_back(page, tmp_path
                 return record(await running.get_json("/workers"), worker)
 
             await shows(page, row(two), "takes requests")
-            await page.evaluate(
-                f"document.querySelector({json.dumps(row(two) + ' .name')}).click()"
-            )
-            await page.until("document.querySelector('.detail') !== null")
-            await fill(page, ".detail label:nth-of-type(1) input", "3")
-            await fill(page, ".detail label:nth-of-type(2) input", "7")
+            await page.tell(f"document.querySelector({json.dumps(row(two) + ' .name')}).click()")
+            await page.until("document.querySelector('.worker-details') !== null")
+            await fill(page, ".worker-details label:nth-of-type(1) input", "3")
+            await fill(page, ".worker-details label:nth-of-type(2) input", "7")
             await push_words(page, "Save")
-            await shows(page, "#notice", "has weight 3 and at most 7 in flight")
+            await shows(page, "#notification", "has weight 3 and at most 7 in flight")
             changed = await record_of(two)
             assert (changed["weight"], changed["max_inflight"]) == (3, 7)
 
             await push(page, two, REMOVE)
-            await page.click("#confirm-yes")
+            await page.click("#confirm-ok")
             await push_words(page, "Undo")
-            await shows(page, "#notice", "is back")
+            await shows(page, "#notification", "was added again")
             restored = await record_of(two)
             assert (restored["weight"], restored["max_inflight"], restored["disabled"]) == (
                 3,
@@ -155,7 +155,12 @@ async def test_workers_are_changed_removed_added_and_brought_back(page, tmp_path
             headers = {"User-Agent": "deploy-bot"}
             path = "/workers/" + (await record_of(one))["id"].replace("%", "%25")
             await running.client.post(f"{path}/drain", json={}, headers=headers)
-            await shows(page, "#alerts", f"{address(one)} is out", "by deploy-bot from 127.0.0.1")
+            await shows(
+                page,
+                "#alerts",
+                f"{address(one)} is out of rotation",
+                "by deploy-bot from 127.0.0.1",
+            )
             await push_words(page, "Enable")
             await shows(page, "#alerts", "No problems")
 
@@ -163,45 +168,48 @@ async def test_workers_are_changed_removed_added_and_brought_back(page, tmp_path
             await shows(page, "#alerts", "PAUSED: 3 of 3 workers", "by deploy-bot")
             await push_words(page, "Continue")
             await shows(page, "#confirm", "paused by deploy-bot")
-            await page.click("#confirm-yes")
+            await page.click("#confirm-ok")
             await shows(page, "#alerts", "No problems")
 
 
 async def test_a_caller_gets_a_key_and_its_chat_is_counted(page, tmp_path):
     async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
-        await shows(page, "#no-callers", "whoever reaches the port")
-        await page.click("#make-key")
+        await shows(page, "#no-callers", "any client that can reach this port")
+        await page.click("#add-caller")
         await page.type("team-a")
-        await page.click("#key-inflight")
+        await page.click("#caller-inflight")
         await page.type("4")
-        await fill(page, "#key-models", "m, n")
-        await fill(page, "#key-priority", "-2")
-        await shows(page, "#keying-first", "each request without a key is refused")
+        await fill(page, "#caller-models", "m, n")
+        await fill(page, "#caller-priority", "-2")
+        await shows(page, "#first-key-warning", "requests without a valid key are refused")
         await page.press("Enter")
-        await shows(page, "#new-key", "shown once", "In force now")
-        assert await page.evaluate("document.querySelector('#keying .main').innerText") == "Close"
-        key, entry = await page.evaluate(
+        await shows(page, "#new-key", "shown once", "Active now")
+        assert (
+            await page.tell("document.querySelector('#caller-dialog .primary').innerText")
+            == "Close"
+        )
+        key, entry = await page.tell(
             "[...document.querySelectorAll('#new-key pre')].map((it) => it.textContent)"
         )
         digest = hashlib.sha256(key.encode()).hexdigest()
         limits = ("max_inflight = 4", 'models = ["m", "n"]', "priority = -2")
         assert all(words in entry for words in (f'"{digest}"', "[[keys]]", *limits))
-        await page.click("#keying-no")
-        assert key not in await page.evaluate("document.documentElement.outerHTML")
+        await page.click("#caller-cancel")
+        assert key not in await page.tell("document.documentElement.outerHTML")
         await shows(page, "#callers", "team-a", "0 of 4", "models m, n")
 
         await fill(page, "#chat-model", "m")
-        await fill(page, "#chat-text", "Hi")
+        await fill(page, "#chat-input", "Hi")
         await page.press("Enter")
-        await shows(page, "#chat-turns", "401", "Give a caller's key above")
-        await shows(page, "#alerts", "1 request without a right key was refused in the last minute")
-        await shows(page, "#callers", "without a right key")
+        await shows(page, "#chat-messages", "401", "Enter an API key above")
+        await shows(page, "#alerts", "1 request without a valid key in the last minute")
+        await shows(page, "#callers", "without a valid key")
         await page.click("#chat-key")
         await page.type(key)
-        await fill(page, "#chat-text", "Hi again")
+        await fill(page, "#chat-input", "Hi again")
         await page.press("Enter")
-        await shows(page, "#chat-turns", "Hello, operator")
-        await shows(page, "#chat-says", address(fleet[0]), "First token", "Tokens", "2")
+        await shows(page, "#chat-messages", "Hello, operator")
+        await shows(page, "#chat-stats", address(fleet[0]), "First token", "Tokens", "2")
         await shows(page, "#callers", "9, 2")
         stored = "[localStorage.length, sessionStorage.length, document.cookie]"
         assert await page.evaluate(stored) == [0, 0, ""]
@@ -212,19 +220,19 @@ async def test_a_caller_gets_a_key_and_its_chat_is_counted(page, tmp_path):
         assert digest in (tmp_path / "proxy.state.toml").read_text()  # so a restart keeps it
         await page.click("#caller-rows button")
         await shows(page, "#confirm", "model routes are then open to everyone")
-        await page.click("#confirm-yes")
-        await shows(page, "#no-callers", "whoever reaches the port")
+        await page.click("#confirm-ok")
+        await shows(page, "#no-callers", "any client that can reach this port")
 
 
 SLOW_WORKERS = """(() => {
-    stop();
-    const one = last.fleet[0];
+    stopFeed();
+    const one = snapshot.fleet[0];
     const of = (at, times, fields) => ({
         ...one, id: `w${at}`, url: `http://10.0.0.${at}:1`, display_id: null,
         slow: times ? {times, text: `7 ms between two chunks, of ${at}`} : null, ...fields});
     const drained = {routable: false, disabled: true, drain: {state: "drained"}, why: "drained"};
-    last.fleet = [of(1), of(2), of(3, 4), of(4, 3), of(5, 9, drained), of(6)];
-    paint();
+    snapshot.fleet = [of(1), of(2), of(3, 4), of(4, 3), of(5, 9, drained), of(6)];
+    render();
 })()"""
 
 
@@ -234,7 +242,7 @@ async def test_slow_workers_have_alerts_and_are_found_by_a_search(page, tmp_path
         await page.evaluate(SLOW_WORKERS)
         alerts = await page.text("#alerts")
         assert [at for at in range(1, 7) if f"10.0.0.{at}:1 is slow" in alerts] == [3, 4]
-        assert "10.0.0.5:1 is out" in alerts
+        assert "10.0.0.5:1 is out of rotation" in alerts
         assert "10.0.0.3:1 is slow: 7 ms between two chunks, of 3" in alerts
         drained = "document.querySelector('[data-worker=w5] .badge.slow')"
         colours = f"(({{color, backgroundColor}}) => [color, backgroundColor])(getComputedStyle({drained}))"
@@ -242,8 +250,8 @@ async def test_slow_workers_have_alerts_and_are_found_by_a_search(page, tmp_path
         assert colour != background
         await page.press("/")
         await page.type("slow")
-        found = await page.evaluate(
-            "[...document.querySelectorAll('#rows > tr')].map((it) => it.dataset.worker)"
+        found = await page.tell(
+            "[...document.querySelectorAll('#worker-rows > tr')].map((it) => it.dataset.worker)"
         )
         assert found == ["w3", "w4", "w5"]
 
@@ -251,30 +259,30 @@ async def test_slow_workers_have_alerts_and_are_found_by_a_search(page, tmp_path
 async def test_a_warning_disappears_when_its_worker_is_removed(page, tmp_path):
     async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, row(fleet[0]), "takes requests")
-        hidden = await page.evaluate("""(() => {
-            stop();
-            report("was added; not checked yet", "warn");
-            toldOf = {id: last.fleet[0].id, seen: false};
-            paint();
-            const before = $("notice").hidden;
-            last.fleet = [];
-            paint();
-            return [before, $("notice").hidden];
+        hidden = await page.tell("""(() => {
+            stopFeed();
+            notify("was added; not checked yet", "warning");
+            notificationWorker = {id: snapshot.fleet[0].id, seen: false};
+            render();
+            const before = $("notification").hidden;
+            snapshot.fleet = [];
+            render();
+            return [before, $("notification").hidden];
         })()""")
         assert hidden == [False, True]
 
 
 MANY = """(() => {
-    stop();  // the feed: the rows below are the test's
-    const one = last.fleet[0];
-    last.fleet = Array.from({length: 200}, (_, at) => ({
+    stopFeed();  // the feed: the rows below are the test's
+    const one = snapshot.fleet[0];
+    snapshot.fleet = Array.from({length: 200}, (_, at) => ({
         ...one, id: `w${at}`, url: `http://10.0.0.${at}:1`, display_id: `10.0.0.${at}:1`, in_flight: at,
         model: at % 2 ? "odd" : "even", why: null,
         ...at === 150 ? {health: "dead", routable: false, why: "dead: for a test"} : {},
     }));
-    paint();
+    render();
 })()"""
-ROWS = "[...document.querySelectorAll('#rows > tr')].map((it) => it.innerText)"
+ROWS = "[...document.querySelectorAll('#worker-rows > tr')].map((it) => it.innerText)"
 
 
 async def test_two_hundred_workers_are_searched_sorted_and_grouped(page, tmp_path):
@@ -283,27 +291,25 @@ async def test_two_hundred_workers_are_searched_sorted_and_grouped(page, tmp_pat
         await page.evaluate(MANY)
         shown = await page.evaluate(ROWS)
         assert (len(shown), "10.0.0.150:1" in shown[0]) == (15, True)
-        assert "15 of 200 shown" in await page.text("#fleet-says")
+        assert "15 of 200 shown" in await page.text("#fleet-summary")
 
         await page.press("/")
         await page.type("10.0.0.77")
-        assert await page.evaluate("document.activeElement.id") == "find"
-        (found,) = await page.evaluate(ROWS)
+        assert await page.tell("document.activeElement.id") == "worker-search"
+        (found,) = await page.tell(ROWS)
         assert "10.0.0.77:1" in found
         await page.press("Escape")
-        await page.click('#heads [data-by="load"] button')
-        assert "10.0.0.199:1" in (await page.evaluate(ROWS))[0]
-        assert (
-            await page.evaluate("document.querySelector('[data-by=load]').ariaSort") == "descending"
-        )
+        await page.click('#worker-columns [data-by="load"] button')
+        assert "10.0.0.199:1" in (await page.tell(ROWS))[0]
+        assert await page.tell("document.querySelector('[data-by=load]').ariaSort") == "descending"
         await page.click("#by-model")
         groups = await page.evaluate(ROWS)
         assert [group.split("\n")[0].split()[1] for group in groups] == ["odd", "even"]
         assert "100 workers" in groups[0]
-        await page.click("#rows .fold")
-        assert len(await page.evaluate(ROWS)) == 102
+        await page.click("#worker-rows .disclosure")
+        assert len(await page.tell(ROWS)) == 102
         await page.press("?")
-        await shows(page, "#helping", "search the workers")
+        await shows(page, "#help-dialog", "search the workers")
         await page.press("Escape")
         await page.click("#by-model")
         await push_words(page, "Show all 200")
@@ -311,12 +317,12 @@ async def test_two_hundred_workers_are_searched_sorted_and_grouped(page, tmp_pat
 
 
 FAILED = """(() => {
-    stop();
+    stopFeed();
     const workers = [...Array(9).keys()].map((number) => (
         {worker: "http://10.0.0." + number, progress: "failed", reason: number ? "ConnectError" : "status 500"}));
-    const past = {id: "1", path: "/pause_generation", http_status: 502, ended_at: last.at, secs: 1, workers};
-    last.weights = {...last.weights, history: [past]};
-    paint();
+    const past = {id: "1", path: "/pause_generation", http_status: 502, ended_at: snapshot.at, secs: 1, workers};
+    snapshot.weights = {...snapshot.weights, history: [past]};
+    render();
 })()"""
 
 
@@ -325,17 +331,17 @@ async def test_a_failed_operation_has_a_line_for_each_reason(page, tmp_path):
         await shows(page, row(fleet[0]), "takes requests")
         await page.evaluate(FAILED)
         grouped = "10.0.0.1, 10.0.0.2, 10.0.0.3, 10.0.0.4 and 4 more: ConnectError"
-        await shows(page, "#weights-past", "failed, 502", "10.0.0.0: status 500", grouped)
+        await shows(page, "#past-operations", "failed, 502", "10.0.0.0: status 500", grouped)
 
 
 SYNCING = """(() => {
-    stop();
+    stopFeed();
     const owner = {group_name: "g", master: "10.0.0.9:29500", caller: "trainer-7 from 10.0.0.9", age_secs: 130};
-    last.weights = {...last.weights, sync: {owner, state: "armed", step_secs: 4, members: [], buckets: 1}};
-    const held = {held_by: ["updating"], held_since: {updating: last.at}, routable: false};
-    Object.assign(last.fleet[0], held);
-    opened.add(last.fleet[0].id);
-    paint();
+    snapshot.weights = {...snapshot.weights, sync: {owner, state: "armed", step_secs: 4, members: [], buckets: 1}};
+    const held = {held_by: ["updating"], held_since: {updating: snapshot.at}, routable: false};
+    Object.assign(snapshot.fleet[0], held);
+    expandedWorkers.add(snapshot.fleet[0].id);
+    render();
 })()"""
 
 
@@ -345,11 +351,11 @@ async def test_a_weight_sync_shows_its_owner_and_age_and_can_be_aborted(page, tm
         await page.evaluate(SYNCING)
         owner = "by trainer-7 from 10.0.0.9"
         await shows(
-            page, "#alerts", "A trainer has a group: g at 10.0.0.9:29500", f"{owner} for 2 min"
+            page, "#alerts", "A weight sync is open: g at 10.0.0.9:29500", f"{owner} for 2 min"
         )
-        await shows(page, ".detail", "updating since", owner)
+        await shows(page, ".worker-details", "updating since", owner)
         await push_words(page, "Abort")
         await shows(page, "#confirm", "Abort the sync of g?", owner, "may hold a part of the round")
-        await page.click("#confirm-yes")
+        await page.click("#confirm-ok")
         # The proxy itself has no such sync: the test made it up in the page.
-        await shows(page, "#notice", "failed: no trainer has a group with this proxy")
+        await shows(page, "#notification", "failed: no trainer has a group with this proxy")

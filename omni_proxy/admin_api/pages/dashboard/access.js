@@ -1,102 +1,102 @@
-/* Calls to the proxy, the admin key, and what a key may do. The key is stored for this tab only. */
-const KEY = "omni-proxy admin key";
-let key = sessionStorage.getItem(KEY) ?? "";
+/* Calls to the admin API, signing in, and what the role of the key allows. The key is stored for this tab only. */
+const KEY_STORAGE_NAME = "omni-proxy admin key";
+let adminKey = sessionStorage.getItem(KEY_STORAGE_NAME) ?? "";
 /* A header field is bytes: the key is sent in UTF-8, as in the configuration file. */
-const inBytes = (text) => String.fromCharCode(...new TextEncoder().encode(text));
-const withKey = (headers = {}) => key ? { ...headers, Authorization: "Bearer " + inBytes(key) } : headers;
+const utf8Bytes = (text) => String.fromCharCode(...new TextEncoder().encode(text));
+const withAdminKey = (headers = {}) => adminKey ? { ...headers, Authorization: "Bearer " + utf8Bytes(adminKey) } : headers;
 
-/* Returns {ok, status, body, why}; `why` is the error message of a failure. */
-async function ask(method, path, body, headers) {
-  let answer, data = {};
+/* Returns {ok, status, body, error}; `error` is the message of a failure. */
+async function callApi(method, path, requestBody, headers) {
+  let response, body = {};
   try {
-    answer = await fetch(path, { method, body, headers: withKey(headers), cache: "no-store", credentials: "omit" });
-    data = await answer.json();
-  } catch (error) {
-    if (!answer) return { ok: false, status: 0, body: {}, why: "the proxy did not answer" };
+    response = await fetch(path, { method, body: requestBody, headers: withAdminKey(headers), cache: "no-store", credentials: "omit" });
+    body = await response.json();
+  } catch {
+    if (!response) return { ok: false, status: 0, body: {}, error: "no response from the proxy" };
   }
-  const why = data?.error?.message ?? data?.message ?? `the proxy answered ${answer.status}`;
-  if (locks(answer.status, data)) lock(answer.status, data);
-  return { ok: answer.ok, status: answer.status, body: data, why };
+  const error = body?.error?.message ?? body?.message ?? `status ${response.status}`;
+  if (needsSignIn(response.status, body)) showSignIn(response.status, body);
+  return { ok: response.ok, status: response.status, body, error };
 }
 
-const ELSEWHERE = "admin_listener_only";
+const ADMIN_LISTENER_ONLY = "admin_listener_only";
 /* Any other 403 has a message that says what to configure. */
-const KEY_CODES = ["admin_key_required", "admin_key_invalid"];
+const KEY_ERROR_CODES = ["admin_key_required", "admin_key_invalid"];
 /* The page stays visible if the key's role does not allow one action. */
-function locks(status, data) { return status === 401 || status === 403 && data?.error?.code !== "role_not_allowed"; }
+function needsSignIn(status, body) { return status === 401 || status === 403 && body?.error?.code !== "role_not_allowed"; }
 
-/* ---- permissions of the reader's key ---- */
-const NEEDS = { read: ["read", "operate", "weights", "all"], operate: ["operate", "all"], weights: ["weights", "all"], all: ["all"] };
-const may = (role) => NEEDS[role].includes(last?.reader?.role ?? "all");
-function whyNot(role) {
-  const { name, role: has } = last.reader;
-  return `${name ? `the key '${name}'` : "this reader"} has the role ${has}; this needs ${NEEDS[role].join(" or ")}`;
+/* ---- permissions of the key ---- */
+const ALLOWED_ROLES = { read: ["read", "operate", "weights", "all"], operate: ["operate", "all"], weights: ["weights", "all"], all: ["all"] };
+const isAllowed = (role) => ALLOWED_ROLES[role].includes(snapshot?.reader?.role ?? "all");
+function notAllowedText(role) {
+  const { name, role: ownRole } = snapshot.reader;
+  return `${name ? `the key '${name}'` : "this client"} has the role ${ownRole}; this action needs ${ALLOWED_ROLES[role].join(" or ")}`;
 }
-/* A button that the key may not use stays visible, and its tooltip gives the reason. */
-function permit(button, role, possible = true) {
-  button.why = may(role) ? "" : whyNot(role);
-  mark(button, "title", button.why);
-  enable(button, possible && !button.why);
+/* A button that the role does not allow stays visible; its tooltip has the reason. */
+function setPermission(button, role, possible = true) {
+  button.disabledReason = isAllowed(role) ? "" : notAllowedText(role);
+  setAttribute(button, "title", button.disabledReason);
+  setEnabled(button, possible && !button.disabledReason);
 }
 
-function close() {
-  stop();
-  last = null;
+function hidePage() {
+  stopFeed();
+  snapshot = null;
   points = [];
-  for (const id of ["live", "lost", "locked", "elsewhere"]) show($(id), false);
-  clean();
+  for (const id of ["content", "disconnected", "sign-in", "admin-listener"]) setVisible($(id), false);
+  clearPage();
 }
 /* Control routes are served at another address: a key would not help. */
-function leadOn(listen) {
-  close();
-  say($("elsewhere-at"), listen || "another address");
-  const at = /^(.*):(\d+)$/.exec(listen ?? "");
-  const any = at && ["0.0.0.0", "[::]"].includes(at[1]);
-  const url = at && !listen.startsWith("unix:") ? `${location.protocol}//${any ? location.hostname : at[1]}:${at[2]}/dashboard` : "";
-  const link = make("a", "", url);
+function showAdminListener(listen) {
+  hidePage();
+  setText($("admin-listener-address"), listen || "another address");
+  const address = /^(.*):(\d+)$/.exec(listen ?? "");
+  const isWildcard = address && ["0.0.0.0", "[::]"].includes(address[1]);
+  const url = address && !listen.startsWith("unix:") ? `${location.protocol}//${isWildcard ? location.hostname : address[1]}:${address[2]}/dashboard` : "";
+  const link = createElement("a", "", url);
   link.href = url;
-  $("elsewhere-how").replaceChildren(...url ? ["Open ", link, ", from a machine that reaches it."] : ["It is a Unix socket: forward a port to it, as ssh -L does."]);
-  show($("elsewhere"), true);
-  say($("state"), "");
-  say($("link"), "not here");
-  document.title = "elsewhere · omni-proxy";
+  $("admin-listener-link").replaceChildren(...url ? ["Open ", link, " from a machine that can reach it."] : ["It is a Unix socket: forward a port to it, for example with ssh -L."]);
+  setVisible($("admin-listener"), true);
+  setText($("state"), "");
+  setText($("connection"), "not on this port");
+  document.title = "not on this port · omni-proxy";
 }
-function lock(status, data) {
-  if (data?.error?.code === ELSEWHERE) { leadOn(data.listen); return; }
-  close();
-  const refused = status === 403 && data?.error?.message && !KEY_CODES.includes(data.error.code);
-  say($("locked-title"), refused ? "Access refused" : "Enter the admin API key");
-  show($("unlock"), !refused);
-  show($("locked-hint"), !refused);
-  say($("locked-why"), refused ? data.error.message : status === 403 ? "Wrong key." : "");
-  show($("locked"), true);
-  say($("state"), "");
-  say($("link"), refused ? "refused" : "locked");
-  document.title = `${refused ? "refused" : "locked"} · omni-proxy`;
-  if (!refused) $("key").focus();
+function showSignIn(status, body) {
+  if (body?.error?.code === ADMIN_LISTENER_ONLY) { showAdminListener(body.listen); return; }
+  hidePage();
+  const refused = status === 403 && body?.error?.message && !KEY_ERROR_CODES.includes(body.error.code);
+  setText($("sign-in-title"), refused ? "Access refused" : "Enter the admin API key");
+  setVisible($("sign-in-form"), !refused);
+  setVisible($("sign-in-hint"), !refused);
+  setText($("sign-in-error"), refused ? body.error.message : status === 403 ? "Invalid key." : "");
+  setVisible($("sign-in"), true);
+  setText($("state"), "");
+  setText($("connection"), refused ? "access refused" : "signed out");
+  document.title = `${refused ? "access refused" : "signed out"} · omni-proxy`;
+  if (!refused) $("admin-key").focus();
 }
-/* A locked page must not contain data: each part registers how it is cleared. */
-const cleaners = [];
-function clean() { for (const empty of cleaners) empty(); }
-function empties(...ids) {
-  cleaners.push(() => {
+/* The page must contain no data after a sign-out: each part registers how it is cleared. */
+const clearFunctions = [];
+function clearPage() { for (const clear of clearFunctions) clear(); }
+function clearOnSignOut(...ids) {
+  clearFunctions.push(() => {
     for (const id of ids) {
       $(id).replaceChildren();
-      $(id).filled = undefined;
+      $(id).renderedKey = undefined;
     }
   });
 }
-$("unlock").addEventListener("submit", (event) => {
+$("sign-in-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  key = $("key").value.trim();
-  $("key").value = "";
-  sessionStorage.setItem(KEY, key);
-  show($("locked"), false);
-  start();
+  adminKey = $("admin-key").value.trim();
+  $("admin-key").value = "";
+  sessionStorage.setItem(KEY_STORAGE_NAME, adminKey);
+  setVisible($("sign-in"), false);
+  startFeed();
 });
-$("forget").addEventListener("click", () => {
-  key = "";
-  sessionStorage.removeItem(KEY);
-  lock(401);
+$("sign-out").addEventListener("click", () => {
+  adminKey = "";
+  sessionStorage.removeItem(KEY_STORAGE_NAME);
+  showSignIn(401);
 });
 

@@ -1,123 +1,123 @@
-/* The last requests. A row opens the details of its request: where it waited, its attempts, its worker and the reason. */
-const OFF = "Nothing is counted: [server] metrics is false.";
-const GOOD = new Set(["completed"]), SHRUG = new Set(["client_disconnected", "stream_cancelled"]);
-const WHY = {
-  round_robin: "it was next in turn, by weight", least_request: "it had the fewest in flight, by weight", random: "it was drawn at random, by weight",
-  power_of_two: "of two drawn at random it had fewer in flight", cache_aware: "of those that are not too busy it should have most of the prompt in its cache",
-  consistent_hashing: "its place on the hash ring is the one of this session", prefix_hash: "its place on the hash ring is the one of this prompt's beginning",
+/* Recent requests. A row expands to the details of its request: its phases, its attempts, its worker and why it was picked. */
+const METRICS_OFF = "Metrics are off: [server] metrics is false.";
+const SUCCESSFUL_ENDS = new Set(["completed"]), CLIENT_ENDS = new Set(["client_disconnected", "stream_cancelled"]);
+const POLICY_REASONS = {
+  round_robin: "the next worker in weighted order", least_request: "the worker with the fewest requests in flight by weight", random: "a random worker by weight",
+  power_of_two: "the one of two random workers with fewer requests in flight", cache_aware: "the worker that should have most of the prompt in its cache, among those below its load bound",
+  consistent_hashing: "the worker to which the hash ring maps the affinity key", prefix_hash: "the worker to which the hash ring maps the beginning of the prompt",
 };
-let openEnd = "";
-empties("end-rows");
-cleaners.push(() => { openEnd = ""; });
-const endId = (end) => `${end.at} ${end.request_id} ${end.worker}`;
-function endKind(end) {
-  if (SHRUG.has(end.end)) return "warn";
-  return GOOD.has(end.end) && !(end.status >= 500) ? "ok" : "bad";
+let openRequestKey = "";
+clearOnSignOut("request-rows");
+clearFunctions.push(() => { openRequestKey = ""; });
+const requestKey = (request) => `${request.at} ${request.request_id} ${request.worker}`;
+function requestKind(request) {
+  if (CLIENT_ENDS.has(request.end)) return "warning";
+  return SUCCESSFUL_ENDS.has(request.end) && !(request.status >= 500) ? "ok" : "error";
 }
-function paintEnds() {
-  show($("end-open"), Boolean(openEnd));
-  if ($("hold").checked || openEnd) return;
-  drawEnds();
+function renderRequests() {
+  setVisible($("close-request"), Boolean(openRequestKey));
+  if ($("pause-requests").checked || openRequestKey) return;
+  renderRequestRows();
 }
-function drawEnds() {
-  const all = last.recent_ends ?? [], only = $("failures").checked;
-  const words = $("find-end").value.toLowerCase().split(/\s+/).filter(Boolean);
-  const text = (end) => [end.request_id, end.trace_id, end.model, end.worker, end.prefill, end.route, end.key, end.status, end.end, end.error].join(" ").toLowerCase();
-  const shown = all.filter((end) => (!only || endKind(end) === "bad") && words.every((word) => text(end).includes(word))).slice(0, 60);
-  fill($("end-rows"), [shown, openEnd], () => shown.flatMap((end) => endId(end) === openEnd ? [endRow(end), lifeRow(end)] : [endRow(end)]));
-  say($("no-ends"), shown.length ? "" : last.metrics === false ? OFF : only || words.length ? "None of the last ones." : "No request has ended yet.");
+function renderRequestRows() {
+  const all = snapshot.recent_ends ?? [], failuresOnly = $("failures-only").checked;
+  const terms = $("request-search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const text = (request) => [request.request_id, request.trace_id, request.model, request.worker, request.prefill, request.route, request.key, request.status, request.end, request.error].join(" ").toLowerCase();
+  const shown = all.filter((request) => (!failuresOnly || requestKind(request) === "error") && terms.every((term) => text(request).includes(term))).slice(0, 60);
+  replaceIfChanged($("request-rows"), [shown, openRequestKey], () => shown.flatMap((request) => requestKey(request) === openRequestKey ? [createRequestRow(request), createRequestDetails(request)] : [createRequestRow(request)]));
+  setText($("no-requests"), shown.length ? "" : snapshot.metrics === false ? METRICS_OFF : failuresOnly || terms.length ? "No matching requests." : "No requests yet.");
 }
-function endRow(end) {
-  const kind = endKind(end), open = endId(end) === openEnd;
-  const by = end.ended_by ? ` by ${end.ended_by}` : "";
-  const button = pressed(String(end.end ?? "").replaceAll("_", " "), `fold ${kind}`, () => openLife(open ? "" : endId(end)));
-  mark(button, "aria-expanded", open);
-  mark(button, "title", "its steps");
-  const tries = end.attempts > 1 ? make("span", "badge warn", `${end.attempts} attempts`) : null;
-  return make("tr", open ? "open" : "",
-    make("td", "quiet", time(end.at, clock)), make("td", "", button, make("span", "small", by)),
-    make("td", end.status >= 500 ? "bad" : "", end.status ? String(end.status) : "–"),
-    make("td", "num", millis(end.total_ms)),
-    make("td", "wide", end.route ?? "", make("span", "quiet", end.model ? ` ${end.model}${end.target_model ? ` as ${end.target_model}` : ""}` : "")),
-    make("td", "wide", [end.prefill, end.worker].filter(Boolean).map(short).join(" › ") || make("span", "quiet", "no worker asked"), tries ? " " : null, tries, end.error ? make("span", "bad", ` ${end.error}`) : null));
+function createRequestRow(request) {
+  const kind = requestKind(request), open = requestKey(request) === openRequestKey;
+  const by = request.ended_by ? ` by ${request.ended_by}` : "";
+  const button = createButton(String(request.end ?? "").replaceAll("_", " "), `disclosure ${kind}`, () => openRequest(open ? "" : requestKey(request)));
+  setAttribute(button, "aria-expanded", open);
+  setAttribute(button, "title", "details");
+  const attempts = request.attempts > 1 ? createElement("span", "badge warning", `${request.attempts} attempts`) : null;
+  return createElement("tr", open ? "open" : "",
+    createElement("td", "muted", createTime(request.at, formatTime)), createElement("td", "", button, createElement("span", "small", by)),
+    createElement("td", request.status >= 500 ? "error" : "", request.status ? String(request.status) : "–"),
+    createElement("td", "num", formatMillis(request.total_ms)),
+    createElement("td", "wide", request.route ?? "", createElement("span", "muted", request.model ? ` ${request.model}${request.target_model ? ` as ${request.target_model}` : ""}` : "")),
+    createElement("td", "wide", [request.prefill, request.worker].filter(Boolean).map(shortUrl).join(" › ") || createElement("span", "muted", "no worker"), attempts ? " " : null, attempts, request.error ? createElement("span", "error", ` ${request.error}`) : null));
 }
-function openLife(id) {
-  openEnd = id;
-  show($("end-open"), Boolean(openEnd));
-  drawEnds();
-  const open = $("end-rows").querySelector("[aria-expanded=true]");
+function openRequest(id) {
+  openRequestKey = id;
+  setVisible($("close-request"), Boolean(openRequestKey));
+  renderRequestRows();
+  const open = $("request-rows").querySelector("[aria-expanded=true]");
   if (open) open.focus();
 }
-$("end-open").addEventListener("click", () => openLife(""));
-for (const id of ["failures", "hold", "find-end"]) $(id).addEventListener("input", () => { if (last) drawEnds(); });
+$("close-request").addEventListener("click", () => openRequest(""));
+for (const id of ["failures-only", "pause-requests", "request-search"]) $(id).addEventListener("input", () => { if (snapshot) renderRequestRows(); });
 
 /* The phases of a request in order, in milliseconds from its first byte. */
-function phases(end) {
-  const points = [["waited in the queue", end.queue_ms, "warn"], ["prepared and connected", end.sent_ms, ""], ["worker, until its head", end.head_ms, "soft"], ["until the first token", end.first_ms, "blue"], ["streamed", end.total_ms, "ok"]];
+function phases(request) {
+  const points = [["queued", request.queue_ms, "warning"], ["connecting and sending", request.sent_ms, ""], ["waiting for the response head", request.head_ms, "secondary"], ["waiting for the first token", request.first_ms, "info"], ["streaming", request.total_ms, "ok"]];
   const found = [];
   let at = 0;
-  for (const [name, until, kind] of points) {
-    if (!known(until) || until < at || (until === at && found.length)) continue;
-    found.push({ name, kind, from: at, until });
-    at = until;
+  for (const [name, end, kind] of points) {
+    if (!hasValue(end) || end < at || (end === at && found.length)) continue;
+    found.push({ name, kind, from: at, end });
+    at = end;
   }
   return found;
 }
-function whyWorker(end) {
-  if (!end.worker) return "No worker was asked.";
-  const policy = end.policy ? `${WHY[end.policy] ?? "the policy chose it"} (${end.policy})` : "the policy chose it";
-  const failed = (end.tried ?? []).slice(0, -1).map((each) => short(each.worker));
+function pickReason(request) {
+  if (!request.worker) return "It was not sent to a worker.";
+  const policy = request.policy ? `Policy ${request.policy} picked ${POLICY_REASONS[request.policy] ?? "it"}` : "The policy picked it";
+  const failed = (request.tried ?? []).slice(0, -1).map((each) => shortUrl(each.worker));
   return [
-    `Among the workers that could take it, ${policy}`,
-    failed.length && `after ${failed.join(", ")} had failed`,
-    end.target_model && `${end.model} is an alias, whose target was ${end.target_model}`,
-    end.prefill && `its prompt was computed by ${short(end.prefill)}`,
-    end.fallback && `no prefill leg: ${end.fallback}`,
+    policy,
+    failed.length && `${failed.join(", ")} had failed`,
+    request.target_model && `target of the alias ${request.model}: ${request.target_model}`,
+    request.prefill && `prefill worker: ${shortUrl(request.prefill)}`,
+    request.fallback && `no prefill leg: ${request.fallback}`,
   ].filter(Boolean).join("; ") + ".";
 }
-function lifeRow(end) {
-  const all = Math.max(end.total_ms ?? 0, 0.001);
-  const bars = phases(end).map(({ name, kind, from, until }) => {
-    const bar = make("i", kind);
-    bar.style.left = `${(100 * from) / all}%`;
-    bar.style.width = `${Math.max(0.4, (100 * (until - from)) / all)}%`;
-    return make("li", "", make("span", "what", name), make("span", "lane", bar), make("span", "num", millis(until - from)));
+function createRequestDetails(request) {
+  const totalMs = Math.max(request.total_ms ?? 0, 0.001);
+  const bars = phases(request).map(({ name, kind, from, end }) => {
+    const bar = createElement("i", kind);
+    bar.style.left = `${(100 * from) / totalMs}%`;
+    bar.style.width = `${Math.max(0.4, (100 * (end - from)) / totalMs)}%`;
+    return createElement("li", "", createElement("span", "", name), createElement("span", "waterfall-bar", bar), createElement("span", "num", formatMillis(end - from)));
   });
-  const cell = make("td", "", make("p", "", make("b", "", "Why this worker? "), whyWorker(end), " ", pressed("Where would this request go now?", "link", () => explainLike(end))),
-    end.has_candidates ? candidates(end) : make("p", "quiet small", "Its candidates were not kept: those of two requests a second are."),
-    (end.tried ?? []).length ? make("ol", "tries", ...end.tried.map((each) => make("li", /^[23]/.test(each.outcome) ? "ok" : "bad", make("b", "", short(each.worker)), ` ${each.outcome.replaceAll("_", " ")}`))) : null,
-    make("ol", "lanes", ...bars),
-    make("div", "columns", facts([
-      ["Began", time(Date.parse(end.at) / 1000 - (end.total_ms ?? 0) / 1000)], ["Request id", end.request_id && make("code", "", end.request_id)],
-      ["Trace", end.trace_id ? make("code", "", end.trace_id) : ""], ["Ended in", end.phase],
-      ["Caller", [end.key, end.client].filter(Boolean).join(" from ")], ["Error", end.error],
-    ]), facts([
-      ["Rank", end.rank], ["Weights", end.weight_version],
-      ["Prefill leg", known(end.prefill_ms) && end.prefill && `${short(end.prefill)}, ${millis(end.prefill_ms)}`], ["Decode leg", end.prefill && short(end.worker)],
-      ["Size", `${bytes(end.bytes_in)} in, ${bytes(end.bytes_out ?? 0)} out${end.stream ? `, ${one(end.chunks ?? 0, "chunk")}` : ""}`],
-      ["Longest gap", known(end.longest_gap_ms) && end.stream && millis(end.longest_gap_ms)],
+  const cell = createElement("td", "", createElement("p", "", createElement("b", "", "Why this worker? "), pickReason(request), " ", createButton("Where would this request go now?", "link-button", () => explainAgain(request))),
+    request.has_candidates ? createCandidates(request) : createElement("p", "muted small", "Its candidates were not recorded; those of two requests per second are."),
+    (request.tried ?? []).length ? createElement("ol", "attempts", ...request.tried.map((each) => createElement("li", /^[23]/.test(each.outcome) ? "ok" : "error", createElement("b", "", shortUrl(each.worker)), ` ${each.outcome.replaceAll("_", " ")}`))) : null,
+    createElement("ol", "waterfall", ...bars),
+    createElement("div", "columns", descriptionList([
+      ["Started", createTime(Date.parse(request.at) / 1000 - (request.total_ms ?? 0) / 1000)], ["Request ID", request.request_id && createElement("code", "", request.request_id)],
+      ["Trace ID", request.trace_id ? createElement("code", "", request.trace_id) : ""], ["Phase at the end", request.phase],
+      ["Caller", [request.key, request.client].filter(Boolean).join(" from ")], ["Error", request.error],
+    ]), descriptionList([
+      ["Rank", request.rank], ["Weights", request.weight_version],
+      ["Prefill leg", hasValue(request.prefill_ms) && request.prefill && `${shortUrl(request.prefill)}, ${formatMillis(request.prefill_ms)}`], ["Decode leg", request.prefill && shortUrl(request.worker)],
+      ["Size", `${formatBytes(request.bytes_in)} in, ${formatBytes(request.bytes_out ?? 0)} out${request.stream ? `, ${pluralize(request.chunks ?? 0, "chunk")}` : ""}`],
+      ["Longest gap", hasValue(request.longest_gap_ms) && request.stream && formatMillis(request.longest_gap_ms)],
     ])),
-    make("p", "quiet small", "On the command line: ", make("code", "", `omni-proxy trace ${end.trace_id || end.request_id || "ID"}`)));
+    createElement("p", "muted small", "On the command line: ", createElement("code", "", `omni-proxy trace ${request.trace_id || request.request_id || "ID"}`)));
   cell.colSpan = 6;
-  return make("tr", "life", cell);
+  return createElement("tr", "request-details", cell);
 }
-/* The candidates when the worker was picked, from GET /explain. */
-function candidates(end) {
-  const it = make("div", "candidates", make("p", "quiet small", "Its candidates …"));
-  ask("GET", `explain?request_id=${encodeURIComponent(end.request_id)}`).then((answer) => {
-    if (!answer.ok) { it.replaceChildren(make("p", "quiet small", `Its candidates are not known any more: ${answer.why}`)); return; }
-    const record = answer.body, left = record.total - record.workers.length;
-    it.replaceChildren(
-      make("p", "", make("b", "", "Its candidates, when its first worker was picked"), record.reason ? `: ${record.reason} (${record.policy})` : ` (${record.policy})`),
-      ...record.workers.map((worker) => verdict(worker, worker.url === record.worker && (!known(worker.rank) || String(worker.rank) === String(end.rank)), "took it", knownOf(worker))),
-      ...left > 0 ? [make("p", "quiet small", `and ${left} more`)] : []);
+/* The candidates of the first attempt, from GET /explain. */
+function createCandidates(request) {
+  const element = createElement("div", "candidates", createElement("p", "muted small", "Candidates …"));
+  callApi("GET", `explain?request_id=${encodeURIComponent(request.request_id)}`).then((response) => {
+    if (!response.ok) { element.replaceChildren(createElement("p", "muted small", `Candidates are no longer available: ${response.error}`)); return; }
+    const explained = response.body, left = explained.total - explained.workers.length;
+    element.replaceChildren(
+      createElement("p", "", createElement("b", "", "Candidates of the first attempt"), explained.reason ? `: ${explained.reason} (${explained.policy})` : ` (${explained.policy})`),
+      ...explained.workers.map((worker) => createCandidateRow(worker, worker.url === explained.worker && (!hasValue(worker.rank) || String(worker.rank) === String(request.rank)), policyFiguresText(worker))),
+      ...left > 0 ? [createElement("p", "muted small", `and ${left} more`)] : []);
   });
-  return it;
+  return element;
 }
 /* The request's body is not stored: the preview gets a minimal one with its model. */
-function explainLike(end) {
-  if ([...$("path").options].some((option) => option.value === end.route)) $("path").value = end.route;
-  $("body").value = JSON.stringify({ model: end.model ?? "", messages: [{ role: "user", content: "Hello" }], stream: Boolean(end.stream) });
-  $("ask").requestSubmit();
+function explainAgain(request) {
+  if ([...$("explain-route").options].some((option) => option.value === request.route)) $("explain-route").value = request.route;
+  $("explain-body").value = JSON.stringify({ model: request.model ?? "", messages: [{ role: "user", content: "Hello" }], stream: Boolean(request.stream) });
+  $("explain-form").requestSubmit();
   $("explain").scrollIntoView({ block: "center" });
 }
