@@ -78,17 +78,17 @@ def server_that_collects(values: list[bytes]) -> Iterator[int]:
 
 
 def load(*arguments: object) -> dict[str, object]:
-    argv = [str(build("load")), *map(str, arguments)]
+    argv = [str(build("load_generator")), *map(str, arguments)]
     stdout = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60).stdout
     first, second, last = stdout.splitlines()
-    assert (first, second) == ("open", "shut")
+    assert (first, second) == ("window_opened", "window_closed")
     return dict(json.loads(last))
 
 
 @needs_cc
 def test_every_request_of_a_bounded_load_gets_its_own_response(workers: list[int]) -> None:
     result = load("unary", workers[0], 4, 0, 20_000, 1_200)
-    assert (result["errors"], result["whole"], result["units"]) == (0, 1_200, 1_200)
+    assert (result["errors"], result["responses"], result["units"]) == (0, 1_200, 1_200)
     assert result["reconnects"] == 0
 
 
@@ -104,7 +104,7 @@ def test_a_header_field_can_be_new_in_every_request() -> None:
 @needs_cc
 def test_every_stream_is_complete_with_all_its_events(workers: list[int]) -> None:
     result = load("stream", workers[-1], 7, 0, 300, 20)
-    assert (result["errors"], result["whole"]) == (0, 7)
+    assert (result["errors"], result["responses"]) == (0, 7)
     assert result["units"]
 
 
@@ -113,19 +113,19 @@ def test_every_stream_is_complete_with_all_its_events(workers: list[int]) -> Non
     ("response", "reason"),
     [
         (b"HTTP/1.1 503 Busy\r\ncontent-length: 2\r\n\r\n{}", "the status is not 200"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", "the answer to another request"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", "the response to another request"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}", "the connection ended too early"),
-        (b"HTTP/1.1 200 OK\r\n\r\n{}", "invalid bytes instead of an answer"),
+        (b"HTTP/1.1 200 OK\r\n\r\n{}", "invalid bytes instead of a response"),
         (
             b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}{}",
-            "invalid bytes instead of an answer",
+            "invalid bytes instead of a response",
         ),
     ],
 )
 def test_a_wrong_response_is_an_error_with_its_reason(response: bytes, reason: str) -> None:
     with server_that_responds(response) as port:
         result = load("unary", port, 1, 0, 5_000, 1)
-    assert (result["errors"], result["whole"]) == (1, 0)
+    assert (result["errors"], result["responses"]) == (1, 0)
     assert str(result["first_error"]).startswith(reason)
 
 
@@ -136,14 +136,14 @@ def test_a_wrong_response_is_an_error_with_its_reason(response: bytes, reason: s
         (b"0\r\n\r\n", "events are missing"),
         (b"e\r\ndata: [DONE]\n\n\r\n", "the connection ended too early"),
         (b'16\r\ndata: {"seq":1,"t":1\n\n\r\n', "an event that is not the next one"),
-        (b"zz\r\n", "invalid bytes instead of an answer"),
+        (b"zz\r\n", "invalid bytes instead of a response"),
     ],
 )
 def test_a_stream_that_is_truncated_or_out_of_order_is_an_error(chunks: bytes, reason: str) -> None:
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     with server_that_responds(head + chunks) as port:
         result = load("stream", port, 1, 0, 300, 100)
-    assert result["whole"] == 0
+    assert result["responses"] == 0
     assert str(result["first_error"]).startswith(reason)
 
 
@@ -156,7 +156,7 @@ def test_a_leg_without_a_proxy_has_latency_but_no_cost(workers: list[int]) -> No
 
 @needs_cc
 def test_a_load_beyond_its_bounds_is_refused() -> None:
-    argv = [str(build("load")), "unary", "1", "20000", "0", "100"]
+    argv = [str(build("load_generator")), "unary", "1", "20000", "0", "100"]
     result = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "at most 16384 connections" in result.stderr
@@ -187,7 +187,7 @@ def test_without_a_compiler_the_message_names_the_package(
 ) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(BuildError, match="apt install gcc"):
-        build("load")
+        build("load_generator")
 
 
 def leg_of(side: str, cpu_us: float | None) -> legs.Leg:

@@ -119,10 +119,10 @@ def test_bytes_per_connection_are_computed() -> None:
 @needs_cc
 def test_idle_connections_stay_open() -> None:
     with load_run.fake_worker() as ports:
-        argv = [str(build("load")), "idle", str(ports[0]), "300", "50", "100"]
+        argv = [str(build("load_generator")), "idle", str(ports[0]), "300", "50", "100"]
         result = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
     assert result.returncode == 0
-    assert '"whole": 300' in result.stdout
+    assert '"responses": 300' in result.stdout
 
 
 def test_a_router_gets_its_workers_and_a_metrics_port(

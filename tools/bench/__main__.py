@@ -149,7 +149,7 @@ def main() -> int:
     end_on_signals()
     raise_descriptor_limit()
     try:
-        build("worker"), build("load")
+        build("fake_worker"), build("load_generator")
         return KINDS[arguments.what](arguments)
     except (BuildError, LegError, NoTools, NotInstalled, ValueError) as error:
         print(f"bench: {error}", file=sys.stderr)

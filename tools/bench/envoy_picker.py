@@ -145,7 +145,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--secs", type=float, default=3.0)
     arguments = parser.parse_args(argv)
     end_on_signals()
-    build("worker"), build("load")
+    build("fake_worker"), build("load_generator")
     loads: list[Load] = [load for load in LOADS if load.name in MEASURED]
     measured = sides()
     found = measure(measured, loads, arguments.rounds, arguments.secs)

@@ -27,7 +27,7 @@ def build(name: str) -> Path:
             "the bench's worker and load generator are C programs, but there is no C compiler "
             "(cc, gcc or $CC); on Debian: apt install gcc libc6-dev"
         )
-    texts = [(SOURCES / file).read_bytes() for file in (f"{name}.c", "reply.h")]
+    texts = [(SOURCES / file).read_bytes() for file in (f"{name}.c", "http_response.h")]
     digest = hashlib.sha256(b"\0".join([cc.encode(), *texts])).hexdigest()[:16]
     program = cache() / f"{name}-{digest}"
     if not program.exists():

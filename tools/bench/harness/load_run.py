@@ -22,8 +22,8 @@ READY_ANSWERS = 2 * WORKERS
 # A sampled trace for the first request, so that tracing is initialized before the load.
 SAMPLED = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 FIRST = b'{"model":"bench","messages":[{"role":"user","content":"#bench first 0 0#"}]}'
-KEY = "bench"  # the key in the load's requests; see load.c
-LOG_TAIL_LINES = 8  # lines
+KEY = "bench"  # the key in the load's requests; see load_generator.c
+LAST_WORDS = 8  # lines
 REST_SECS = 0.4
 REST_SHARE = 0.1  # of one core: probes continue
 
@@ -43,7 +43,7 @@ class Load:
 
     def argv(self, port: int, measured_ms: int) -> list[str]:
         shape = [self.mode, port, self.connections, self.warm_ms, measured_ms, self.gap_ms]
-        return [str(build("load")), *map(str, shape)]
+        return [str(build("load_generator")), *map(str, shape)]
 
 
 LOADS = (
@@ -67,10 +67,10 @@ class Leg:
     rss_mib: float | None
     units: int
     per_sec: float
-    pieces_per_unit: float
+    reads_per_unit: float
     p50_us: float  # from request to complete answer; of an event, from its creation to its arrival
     p99_us: float
-    gap_p99_us: float  # between two pieces of a stream
+    gap_p99_us: float  # between two reads of a stream
     errors: int
     first_error: str
 
@@ -78,7 +78,7 @@ class Leg:
 @contextmanager
 def fake_worker(count: int = WORKERS) -> Iterator[list[int]]:
     """Start a process with `count` workers; yields their ports."""
-    with running([str(build("worker")), str(count)], subprocess.PIPE) as process:
+    with running([str(build("fake_worker")), str(count)], subprocess.PIPE) as process:
         assert process.stdout is not None
         ports = [int(word) for word in process.stdout.readline().split()]
         if len(ports) != count:
@@ -126,7 +126,7 @@ def run_leg(side: Side, load: Load, workers: list[int], measured_secs: float) ->
         rss_mib=rss if pid is not None else None,
         units=units,
         per_sec=seen["per_sec"],
-        pieces_per_unit=seen["pieces"] / units if units else 0.0,
+        reads_per_unit=seen["reads"] / units if units else 0.0,
         **{key: seen[key] for key in ("p50_us", "p99_us", "gap_p99_us", "errors", "first_error")},
     )
 
@@ -139,9 +139,9 @@ def _follow(reported: Iterable[str], pid: int | None) -> tuple[float, float, str
         last = line.strip()
         if pid is None:
             continue
-        if last == "open":
+        if last == "window_opened":
             cpu -= cpu_secs(pid)
-        elif last == "shut":
+        elif last == "window_closed":
             cpu += cpu_secs(pid)
             rss = rss_mib(pid)
     return cpu, rss, last

@@ -82,7 +82,7 @@ def added_table(loads: dict[str, list[Round]], sides: Sequence[str], bare: str) 
 
 def seen_table(loads: dict[str, list[Round]]) -> list[str]:
     rows = [
-        ["load", "through", "per s", "p50 us", "p99 us", "gap p99 us", "pieces", "MiB", "errors"]
+        ["load", "through", "per s", "p50 us", "p99 us", "gap p99 us", "reads", "MiB", "errors"]
     ]
     for load, rounds in loads.items():
         for side in dict.fromkeys(side for legs in rounds for side in legs):
@@ -97,7 +97,7 @@ def seen_table(loads: dict[str, list[Round]]) -> list[str]:
                     f"{median(leg.p50_us for leg in legs):.0f}",
                     f"{median(leg.p99_us for leg in legs):.0f}",
                     f"{gap:.0f}" if gap else "-",
-                    f"{median(leg.pieces_per_unit for leg in legs):.2f}",
+                    f"{median(leg.reads_per_unit for leg in legs):.2f}",
                     f"{median(rss):.0f}" if rss else "-",
                     str(sum(leg.errors for leg in legs)),
                 ]

@@ -78,7 +78,7 @@ def held(side: Side, group: ClientGroup) -> ProcessResources:
             last = ""
             for line in process.stdout:
                 last = line.strip()
-                if last == "shut":
+                if last == "window_closed":
                     beside = rss_bytes(pid)
         if process.returncode:
             raise LegError(f"{group.name} through {side.name}: {last[last.find('first_error') :]}")
