@@ -236,7 +236,7 @@ def _key_refusals(feed: FeedModel) -> Iterator[str]:
         return
     noun = "request" if count == 1 else "requests"
     yield (
-        f"{count} {noun} without a right key refused (401) in the last minute, {total} since the "
+        f"{count} {noun} without a valid key refused (401) in the last minute, {total} since the "
         "start: with [[keys]] or [server] api_key every client needs one; give each a key "
         "(omni-proxy keys new --name NAME), or remove these entries to open the model routes; "
         "omni-proxy logs shows who sends them"
@@ -287,7 +287,7 @@ def describe_requests(feed: FeedModel, history: Sequence[HistoryPoint]) -> str:
         ended, errors = last_minute(history)
     share = f" ({100 * errors / ended:.1f} %)" if errors and ended else ""
     keyless = feed.refused_without_key_last_minute
-    refused = f", {keyless} refused without a right key" if keyless else ""
+    refused = f", {keyless} refused without a valid key" if keyless else ""
     return f"{text}; last minute: {ended} ended, {errors} errors{share}{refused}"
 
 

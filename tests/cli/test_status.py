@@ -185,8 +185,8 @@ def test_any_feed_renders_to_single_lines_that_fit(content, width):
 def test_requests_refused_without_a_key_need_attention_for_a_minute():
     counts = {"refused_without_key": 1165, "refused_without_key_last_minute": 20}
     text = " ".join(map(str.strip, render_status(feed_of(feed(row(), **counts)), "http://p")))
-    assert "0 errors, 20 refused without a right key" in text
-    assert "Needs attention 20 requests without a right key refused (401)" in text
+    assert "0 errors, 20 refused without a valid key" in text
+    assert "Needs attention 20 requests without a valid key refused (401)" in text
     assert "1165 since the start" in text
     later = counts | {"refused_without_key_last_minute": 0}
-    assert "right key" not in str(render_status(feed_of(feed(row(), **later)), "http://p"))
+    assert "valid key" not in str(render_status(feed_of(feed(row(), **later)), "http://p"))

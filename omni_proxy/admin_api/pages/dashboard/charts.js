@@ -216,15 +216,14 @@ function drawAxes(chart, width, x, y, { start, end, maximum }) {
     return createSvgElement("rect", { class: "operation", x: x(from), y: TOP, width: Math.max(2, x(Math.min(end, each.to)) - x(from)), height: BOTTOM - TOP });
   }));
 }
-/* A path through the points, with a gap for a missing value. */
+/* A path through the points, with a gap for a missing value. A point between two gaps is a dash. */
 function linePath(coordinates) {
-  let path = "", isDrawing = false;
-  for (const [x, y] of coordinates) {
-    if (y === null) { isDrawing = false; continue; }
-    path += `${isDrawing ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`;
-    if (!isDrawing) path += "h.01";
-    isDrawing = true;
-  }
+  let path = "";
+  coordinates.forEach(([x, y], index) => {
+    if (y === null) return;
+    const [before, after] = [index - 1, index + 1].map((at) => hasValue(coordinates[at]?.[1]));
+    path += `${before ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}${before || after ? "" : "h3"}`;
+  });
   return path;
 }
 function areaPath(coordinates) {

@@ -96,7 +96,7 @@ function applyChatEvent(event, item, reply) {
 }
 function renderChatStats(reply) {
   const tokens = reply.tokens ?? reply.chunks, secs = ((reply.lastTokenAt ?? 0) - (reply.firstTokenAt ?? 0)) / 1000;
-  $("chat-stats").replaceChildren(descriptionList([
+  $("chat-stats").replaceChildren(inlineList([
     ["Worker", reply.worker ? `${shortUrl(reply.worker)}${reply.attempt > 1 ? `, attempt ${reply.attempt}` : ""}` : "none"], ["Status", reply.status ? String(reply.status) : ""],
     ["First token", hasValue(reply.firstTokenAt) && formatMillis(reply.firstTokenAt - reply.startedAt)], ["Tokens/s", tokens > 1 && secs > 0 && formatNumber((tokens - 1) / secs)],
     ["Tokens", tokens && `${formatNumber(tokens)}${hasValue(reply.tokens) ? "" : " chunks"}`], ["Total", formatMillis(performance.now() - reply.startedAt)],

@@ -11,7 +11,7 @@ function renderConfig() {
   replaceIfChanged($("config-properties"), [snapshot.config_file, snapshot.revision, reload], () => [
     ["File", snapshot.config_file ?? "none (flags only)"], ["Revision", formatNumber(snapshot.revision)],
     ["Last reload", createElement("span", "", createElement("b", kind, text), createElement("span", "muted", reload.at ? " · " : "", reload.at ? createTime(reload.at) : "", source ? ` · ${source}` : ""))],
-  ].flatMap(([name, value]) => [createElement("dt", "", name), createElement("dd", "", value)]));
+  ].flatMap(term));
   replaceIfChanged($("config-changes"), reload, () => [...reloadError(reload.error), ...reloadChanges(reload.diff)]);
 }
 function reloadError(error) {

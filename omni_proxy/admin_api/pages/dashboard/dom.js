@@ -35,7 +35,9 @@ function replaceIfChanged(element, key, build) {
   element.renderedKey = renderedKey;
   element.replaceChildren(...build());
 }
-function descriptionList(pairs) {
-  const shown = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "" && value !== false);
-  return createElement("dl", "properties", ...shown.flatMap(([name, value]) => [createElement("dt", "", name), createElement("dd", "", value)]));
-}
+const isShown = ([, value]) => value !== null && value !== undefined && value !== "" && value !== false;
+const term = ([name, value]) => [createElement("dt", "", name), createElement("dd", "", value)];
+/* One pair per line, in two columns. */
+function descriptionList(pairs) { return createElement("dl", "properties", ...pairs.filter(isShown).flatMap(term)); }
+/* Several pairs per line; a pair is not broken. */
+function inlineList(pairs) { return createElement("dl", "", ...pairs.filter(isShown).map((pair) => createElement("div", "", ...term(pair)))); }

@@ -131,7 +131,7 @@ function renderTiles(fleet, serving) {
   const now = points.at(-1) ?? {};
   const errors = clusterSum(sumOfLastSecs("errors", 60), "errors_last_minute");
   const minute = points.filter((point) => hasValue(point.first_p50_ms) && point.at > toSeconds(snapshot.at) - 60);
-  setTile("Workers in rotation", `${serving} of ${fleet.length}`, serving === fleet.length && serving ? "" : serving ? "warning" : "error");
+  setTile("Workers up", `${serving} of ${fleet.length}`, serving === fleet.length && serving ? "" : serving ? "warning" : "error");
   setTile("Requests/s (10 s)", formatNumber(clusterSum(sumOfLastSecs("requests", 10) / Math.min(10, Math.max(points.length, 1)), "requests_per_sec")));
   setTile("Errors (1 min)", formatNumber(errors), errors ? "error" : "");
   setTile("In flight", formatNumber(clusterSum(snapshot.admission?.inflight ?? now.in_flight, "in_flight")));

@@ -283,7 +283,7 @@ function renderDetails(row, worker) {
       ["Engine", load && `${hasValue(load.waiting) ? `${formatNumber(load.waiting)} waiting` : ""}${hasValue(load.kv_usage) ? `, KV cache ${formatPercent(load.kv_usage)} full` : ""}${load.state !== "ok" ? `, ${load.state}` : ""}`.replace(/^, /, "")],
       ["KV events", worker.kv_mode && worker.kv_mode !== "off" && `${worker.kv_mode}${worker.kv_reason ? `: ${worker.kv_reason}` : ""}`],
       ["Ranks, in flight", (worker.ranks_in_flight ?? []).map((number, at) => `${at}: ${formatNumber(number)}`).join(" · ")],
-      ["Sessions", worker.sessions], ["Requests since added", worker.routed && `${formatNumber(worker.routed)}, ${formatNumber(worker.failed)} failed`],
+      ["Sessions", worker.sessions || null], ["Requests since added", worker.routed && `${formatNumber(worker.routed)}, ${formatNumber(worker.failed)} failed`],
     ]),
   ]);
 }
