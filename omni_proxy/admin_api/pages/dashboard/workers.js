@@ -163,7 +163,7 @@ function renderRow(row, worker, slow) {
   setText(row.errors, formatNumber(totalErrors(worker)));
   setAttribute(row.errors, "title", ownShareText(worker, formatNumber(worker.errors)));
   setClass(row.errors, totalErrors(worker) ? "error" : "");
-  setText(row.first, hasValue(worker.first_p50_ms) ? `${formatMillis(worker.first_p50_ms)} · ${formatMillis(worker.first_p99_ms)}` : "no recent responses");
+  setText(row.first, hasValue(worker.first_p50_ms) ? `${formatMillis(worker.first_p50_ms)} · ${formatMillis(worker.first_p99_ms)}` : "no responses");
   setClass(row.first, hasValue(worker.first_p50_ms) ? "value" : "value muted small");
   row.p50.style.width = (100 * (worker.first_p50_ms ?? 0)) / maxFirstTokenMs + "%";
   row.p99.style.width = (100 * (worker.first_p99_ms ?? 0)) / maxFirstTokenMs + "%";
