@@ -1,7 +1,7 @@
 """One term for each thing, as defined in docs/glossary.md.
 
 The last column of each table lists words that are not used for the thing. The tests search for them
-in identifiers, file names, log events and pages.
+in identifiers, file names, log events, pages, and in the files that are not in Python.
 """
 
 import ast
@@ -21,6 +21,10 @@ ONLY_NAMES = {
     "heard", "unheard", "believe", "believes", "newcomer", "newcomers",
 }  # fmt: skip
 ORDINARY_IN_TESTS = {"mine"}  # as a request id
+# In files without Python, these are allowed neither as names nor in sentences.
+INFORMAL = {
+    "anew", "asker", "graveyard", "heard", "nobody", "owed", "somebody", "tries", "trials", "whoever",
+}  # fmt: skip
 OLD_NAMES = {
     "tests.admin_api.routes.test_status_routes": {"door"},
     "tests.admin_api.routes.monitoring.test_metrics_routes": {"door"},
@@ -59,6 +63,17 @@ def identifiers(path):
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.attr
+
+
+def other_sources():
+    """The dashboard, the files of contrib, Cython modules, C programs and shell scripts."""
+    dashboard = PACKAGE / "admin_api" / "pages"
+    yield from (path for path in dashboard.rglob("*") if path.is_file())
+    yield from (path for path in (ROOT / "contrib").rglob("*") if path.is_file())
+    for suffix in ("pyx", "pxd", "pyi"):
+        yield from PACKAGE.rglob(f"*.{suffix}")
+    yield from (ROOT / "tools").rglob("*.[ch]")
+    yield from (path for path in (ROOT / "tools").iterdir() if path.is_file() and not path.suffix)
 
 
 @cache
@@ -123,6 +138,19 @@ def test_no_string_in_tests_or_tools_has_a_banned_word():
         - OLD_NAMES.get(name_of(path), set())
         for path in suspects()
         if path != Path(__file__)
+    }
+    assert {path: words for path, words in found.items() if words} == {}
+
+
+def test_no_other_file_has_a_banned_word():
+    """Names, comments and texts alike, because these files are not parsed."""
+    paths = list(other_sources())
+    suffixes = {path.suffix for path in paths}
+    assert suffixes >= {".js", ".css", ".html", ".c", ".h", ".pyx", ".pxd", ".yaml", ".json", ""}
+    banned_words = banned() | INFORMAL
+    found = {
+        str(path.relative_to(ROOT)): words_of(f"{path.name}\n{path.read_text()}") & banned_words
+        for path in paths
     }
     assert {path: words for path, words in found.items() if words} == {}
 
