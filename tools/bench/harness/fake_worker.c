@@ -169,13 +169,22 @@ static void respond(struct connection *connection, const char *head, const char 
     char text[1024];
     const char *parameters, *transfer_params = "";
     long events, gap_ms;
-    if (!strncmp(head, "GET /health ", 12)) { respond_json(connection, "200 OK", "{\"status\":\"healthy\"}"); return; }
+    if (!strncmp(head, "GET /health ", 12)) {
+        respond_json(connection, "200 OK", "{\"status\":\"healthy\"}");
+        return;
+    }
     if (!strncmp(head, "GET /v1/models ", 15)) {
         respond_json(connection, "200 OK", "{\"object\":\"list\",\"data\":[{\"id\":\"bench\",\"object\":\"model\"}]}");
         return;
     }
-    if (!strncmp(head, "GET /query ", 11)) { respond_json(connection, "200 OK", "{\"0\":{\"engine_id\":\"bench\"}}"); return; }
-    if (strncmp(head, "POST ", 5)) { respond_json(connection, "404 Not Found", "{\"detail\":\"Not Found\"}"); return; }
+    if (!strncmp(head, "GET /query ", 11)) {
+        respond_json(connection, "200 OK", "{\"0\":{\"engine_id\":\"bench\"}}");
+        return;
+    }
+    if (strncmp(head, "POST ", 5)) {
+        respond_json(connection, "404 Not Found", "{\"detail\":\"Not Found\"}");
+        return;
+    }
     parameters = strstr(body, "#bench ");
     if (!parameters || sscanf(parameters, "#bench %63[^ #] %ld %ld#", connection->request_name, &events, &gap_ms) != 3
         || events < 0 || (events && gap_ms < 1)) {
@@ -197,7 +206,8 @@ static void respond(struct connection *connection, const char *head, const char 
 
 static void process_requests(struct connection *connection)
 {
-    while (!connection->closed && connection->stream_index < 0) {   /* a pipelined request waits for its stream's end */
+    /* A pipelined request waits for the end of the stream. */
+    while (!connection->closed && connection->stream_index < 0) {
         char *end, saved_byte;
         size_t head_len;
         long body_len;
@@ -239,7 +249,8 @@ static void read_connection(struct connection *connection)
                                 IN_BYTES - 1 - connection->in_len, 0);
         if (received > 0) { connection->in_len += (size_t)received; process_requests(connection); }
         else if (received < 0 && errno == EAGAIN) return;
-        else if (received == 0 || errno != EINTR) close_connection(connection);  /* also if the request is larger than the buffer */
+        /* 0 also if the request is larger than the buffer. */
+        else if (received == 0 || errno != EINTR) close_connection(connection);
     }
 }
 

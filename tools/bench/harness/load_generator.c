@@ -358,7 +358,8 @@ static int read_arguments(int argc, char **argv)
     if (options.gap_ms > 0) options.events = (options.warm_ms + options.ms + 200) / options.gap_ms + 1;
     return (options.stream ? options.gap_ms > 0 : options.idle ? !last : options.unique || !strcmp(argv[1], "unary"))
         && last >= 0
-        && options.port > 0 && options.port < 65536 && options.connections > 0 && options.connections <= MAX_CONNECTIONS
+        && options.port > 0 && options.port < 65536
+        && options.connections > 0 && options.connections <= MAX_CONNECTIONS
         && options.warm_ms >= 0 && options.ms > 0 && options.warm_ms + options.ms <= MAX_MS;
 }
 
