@@ -32,9 +32,9 @@ async def test_figures_are_sums_over_the_proxies_and_each_has_a_row(page, tmp_pa
             rate = f"document.querySelector({row(fleet[0])!r} + ' td:nth-of-type(3)').innerText"
             await page.until(f"Number({rate}) > 0")
             await page.until("chartData?.series.requests_per_sec.some((value) => value > 0)")
-            await page.tell("selectCharts(900, THIS_PROXY)")
+            await page.evaluate("selectCharts(900, THIS_PROXY)")
             await page.until("chartData?.series.in_flight.some((value) => value > 0)")
-            assert not await page.tell(
+            assert not await page.evaluate(
                 "chartData.series.requests_per_sec.some((value) => value > 0)"
             )
             await page.click("#proxy-rows a")

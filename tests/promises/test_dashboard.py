@@ -122,8 +122,8 @@ async def test_on_the_model_port_the_page_links_to_the_admin_listener(page, tmp_
         await shows(
             page, "#admin-listener", "The dashboard is on the admin listener", admin_address
         )
-        assert await page.tell("document.querySelector('#sign-in').hidden")
-        link = await page.tell("document.querySelector('#admin-listener-link a').href")
+        assert await page.evaluate("document.querySelector('#sign-in').hidden")
+        link = await page.evaluate("document.querySelector('#admin-listener-link a').href")
         assert link == f"http://{admin_address}/dashboard"
         await page.visit(link)
         await shows(page, "#sign-in", "Enter the admin API key")
@@ -133,7 +133,7 @@ async def test_on_the_model_port_the_page_links_to_the_admin_listener(page, tmp_
         # The page may call only its own address, and the admin listener has no model routes.
         models = str(running.client.base_url).rstrip("/")
         await shows(page, "#chat", f"Model routes are at {models}", "curl", "Copy")
-        assert await page.tell("document.querySelector('#chat-form').hidden")
+        assert await page.evaluate("document.querySelector('#chat-form').hidden")
         await page.until("chartData !== null")
         await page.resize(375, 812)
         fits = "(svg) => svg.getAttribute('viewBox').split(' ')[2] == svg.clientWidth"
@@ -144,7 +144,7 @@ async def test_on_the_model_port_the_page_links_to_the_admin_listener(page, tmp_
 async def test_a_silent_worker_is_highlighted(page, tmp_path):
     async with workers("a", "b") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, "#alerts", "No problems")
-        alerts, badge, kind = await page.tell("""(() => {
+        alerts, badge, kind = await page.evaluate("""(() => {
             Object.assign(snapshot.fleet[0], {silent_secs: 33, in_flight: 6});
             render();
             const row = document.querySelector("#worker-rows tr");
@@ -161,12 +161,12 @@ async def test_workers_can_be_disabled_and_enabled_with_the_keyboard(page, tmp_p
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet) as running:
         (one,) = fleet
         await shows(page, row(one), "takes requests")
-        await page.tell(
+        await page.evaluate(
             f"document.querySelector({json.dumps(row(one) + ' .actions button')}).focus()"
         )
         await page.press("Enter")
         await shows(page, "#confirm", "the only worker that takes requests")
-        assert await page.tell("document.activeElement.id") == "confirm-cancel"
+        assert await page.evaluate("document.activeElement.id") == "confirm-cancel"
         await page.press("Tab")
         await page.press("Enter")
         await shows(page, "#state", "no worker takes requests")
@@ -182,13 +182,13 @@ async def test_without_the_key_the_page_shows_nothing(page, tmp_path):
         (one,) = fleet
         page_source = "document.documentElement.outerHTML"
         await shows(page, "#sign-in", "Enter the admin API key")
-        assert address(one) not in await page.tell(page_source)
+        assert address(one) not in await page.evaluate(page_source)
 
         await page.click("#admin-key")
         await page.type("wrong")
         await page.press("Enter")
         await shows(page, "#sign-in-error", "Invalid key")
-        assert address(one) not in await page.tell(page_source)
+        assert address(one) not in await page.evaluate(page_source)
 
         await page.click("#admin-key")
         await page.type(KEY)
@@ -204,7 +204,7 @@ async def test_without_the_key_the_page_shows_nothing(page, tmp_path):
         await shows(page, row(one), "disabled")
         await page.click("#sign-out")
         await shows(page, "#sign-in", "Enter the admin API key")
-        source = await page.tell(page_source)
+        source = await page.evaluate(page_source)
         assert (address(one) in source, KEY in source) == (False, False)
         assert await page.evaluate("sessionStorage.length") == 0
 
@@ -229,7 +229,7 @@ async def test_the_reason_for_a_dead_worker_is_shown_and_it_can_be_revived(page,
             await shows(
                 page, "#alerts", f"{address(two)} is out of rotation: unhealthy: Connection refused"
             )
-            assert "error" in await page.tell(f"document.querySelector('{row(two)}').className")
+            assert "error" in await page.evaluate(f"document.querySelector('{row(two)}').className")
             await push(page, two, REVIVE)
             await shows(page, "#notification", address(two), "was revived")
             assert record(await running.get_json("/workers"), two)["health_state"] != "healthy"
@@ -297,13 +297,13 @@ async def shifted_elements(page, running):
             .map((it) => `${it.closest("section")?.id} ${it.outerHTML.slice(0, 200)}`))))
           .observe({type: "layout-shift"}) ?? null
     """)
-    seen = await page.tell("snapshot.at")
+    seen = await page.evaluate("snapshot.at")
     for _ in range(2):
         await running.ask(model="some-model")
         await page.until(f"snapshot.at > {json.dumps(seen)}")
-        seen = await page.tell("snapshot.at")
-    shifted = await page.tell("moved.splice(0)")
-    await page.tell("document.querySelector('main').style.paddingTop = '90px'")
+        seen = await page.evaluate("snapshot.at")
+    shifted = await page.evaluate("moved.splice(0)")
+    await page.evaluate("document.querySelector('main').style.paddingTop = '90px'")
     await page.until("moved.length")  # the observer does report shifts
     return shifted
 
@@ -318,9 +318,9 @@ async def test_the_explain_box_shows_the_pick_or_why_there_is_none(page, tmp_pat
         await running.client.put(f"/workers/{ids(fleet)[1]}", json={"disabled": True})
         await page.click("#explain-form button")
         await shows(page, "#explain-result", "No eligible worker", "all_disabled")
-        await page.tell("document.querySelector('#explain-body').select()")
+        await page.evaluate("document.querySelector('#explain-body').select()")
         await page.click("#explain-body")
-        await page.tell("document.querySelector('#explain-body').select()")
+        await page.evaluate("document.querySelector('#explain-body').select()")
         await page.type("{not json")
         await page.click("#explain-form button")
         await shows(page, "#explain-result", "JSON")
@@ -368,11 +368,11 @@ async def test_a_page_in_the_back_forward_cache_has_no_feed(page, tmp_path):
     """Browsers open six connections to a host: pages that they only cache must not use them."""
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, row(fleet[0]), "takes requests")
-        await page.tell("window.left = {feed: feedAbort.signal, at: snapshot.at}, true")
+        await page.evaluate("window.left = {feed: feedAbort.signal, at: snapshot.at}, true")
         await page.visit("about:blank")
-        await page.tell("history.back()")
+        await page.evaluate("history.back()")
         await page.until("window.left && snapshot.at > left.at")  # the same page, restored
-        assert await page.tell("left.feed.aborted")
+        assert await page.evaluate("left.feed.aborted")
 
 
 async def test_a_read_only_key_sees_the_fleet_and_is_refused_changes(page, tmp_path):
@@ -387,7 +387,7 @@ async def test_a_read_only_key_sees_the_fleet_and_is_refused_changes(page, tmp_p
         await push(page, fleet[0], SWITCH)
         await shows(page, "body", "'viewer' has the role read")
         await shows(page, row(fleet[0]), "takes requests")
-        assert await page.tell("document.querySelector('#sign-in').hidden")
+        assert await page.evaluate("document.querySelector('#sign-in').hidden")
 
 
 async def test_callers_are_shown_where_keys_are_configured(page, tmp_path):

@@ -81,7 +81,7 @@ async def test_traffic_is_charted_and_a_request_shows_its_attempts(page, tmp_pat
             await running.ask(model="some-model", stream=True)
         await shows(page, "#request-rows", "2 attempts")
         retried = "[...document.querySelectorAll('#request-rows tr')].find((it) => /2 att/.test(it.innerText))"
-        await page.tell(f"{retried}.querySelector('button').click()")
+        await page.evaluate(f"{retried}.querySelector('button').click()")
         texts = (address(one), address(two), "Why this worker?", "round_robin", "had failed")
         await shows(
             page, ".request-details", *texts, "waiting for the response head", "omni-proxy trace"
@@ -95,7 +95,7 @@ async def test_traffic_is_charted_and_a_request_shows_its_attempts(page, tmp_pat
 
         seen = "chartData?.series.requests_per_sec.some((value) => value > 0)"
         await page.until("points.some((point) => point.requests > 0)")
-        await page.tell("selectCharts(3600, '')")  # fetches the history at once
+        await page.evaluate("selectCharts(3600, '')")  # fetches the history at once
         await page.until(seen)
         label = "document.querySelector('#charts svg').getAttribute('aria-label')"
         assert "Requests per second of the fleet over the last 1 h; now all" in await page.evaluate(
@@ -104,12 +104,14 @@ async def test_traffic_is_charted_and_a_request_shows_its_attempts(page, tmp_pat
         await page.evaluate("document.activeElement.blur()")
         await page.press("1")
         await page.until("chartData?.secs === 900")
-        await page.tell(f"document.querySelector({json.dumps(row(two) + ' .name')}).click()")
+        await page.evaluate(f"document.querySelector({json.dumps(row(two) + ' .name')}).click()")
         await shows(page, "#worker-rows", two.url, "Requests since added")
         await push_words(page, "Show charts")
         await page.until(f"chartData?.worker === {json.dumps(two.url)} && Boolean(fleetData)")
-        assert f"of {address(two)} over the last 15 min" in await page.tell(label)
-        await page.tell("chartData.series.requests_per_sec.fill(0).fill(0.4, 0, 2); renderCharts()")
+        assert f"of {address(two)} over the last 15 min" in await page.evaluate(label)
+        await page.evaluate(
+            "chartData.series.requests_per_sec.fill(0).fill(0.4, 0, 2); renderCharts()"
+        )
         assert await page.text("#traffic-summary") == "4 requests, 0 errors in 15 min"
         assert "tokens are not counted" in await page.text("#charts")
         await page.click("#traffic summary")
@@ -125,7 +127,9 @@ async def test_workers_are_changed_removed_added_and_brought_back(page, tmp_path
                 return record(await running.get_json("/workers"), worker)
 
             await shows(page, row(two), "takes requests")
-            await page.tell(f"document.querySelector({json.dumps(row(two) + ' .name')}).click()")
+            await page.evaluate(
+                f"document.querySelector({json.dumps(row(two) + ' .name')}).click()"
+            )
             await page.until("document.querySelector('.worker-details') !== null")
             await fill(page, ".worker-details label:nth-of-type(1) input", "3")
             await fill(page, ".worker-details label:nth-of-type(2) input", "7")
@@ -185,17 +189,17 @@ async def test_a_caller_gets_a_key_and_its_chat_is_counted(page, tmp_path):
         await page.press("Enter")
         await shows(page, "#new-key", "shown once", "Active now")
         assert (
-            await page.tell("document.querySelector('#caller-dialog .primary').innerText")
+            await page.evaluate("document.querySelector('#caller-dialog .primary').innerText")
             == "Close"
         )
-        key, entry = await page.tell(
+        key, entry = await page.evaluate(
             "[...document.querySelectorAll('#new-key pre')].map((it) => it.textContent)"
         )
         digest = hashlib.sha256(key.encode()).hexdigest()
         limits = ("max_inflight = 4", 'models = ["m", "n"]', "priority = -2")
         assert all(words in entry for words in (f'"{digest}"', "[[keys]]", *limits))
         await page.click("#caller-cancel")
-        assert key not in await page.tell("document.documentElement.outerHTML")
+        assert key not in await page.evaluate("document.documentElement.outerHTML")
         await shows(page, "#callers", "team-a", "0 of 4", "models m, n")
 
         await fill(page, "#chat-model", "m")
@@ -250,7 +254,7 @@ async def test_slow_workers_have_alerts_and_are_found_by_a_search(page, tmp_path
         assert colour != background
         await page.press("/")
         await page.type("slow")
-        found = await page.tell(
+        found = await page.evaluate(
             "[...document.querySelectorAll('#worker-rows > tr')].map((it) => it.dataset.worker)"
         )
         assert found == ["w3", "w4", "w5"]
@@ -259,7 +263,7 @@ async def test_slow_workers_have_alerts_and_are_found_by_a_search(page, tmp_path
 async def test_a_warning_disappears_when_its_worker_is_removed(page, tmp_path):
     async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, row(fleet[0]), "takes requests")
-        hidden = await page.tell("""(() => {
+        hidden = await page.evaluate("""(() => {
             stopFeed();
             notify("was added; not checked yet", "warning");
             notificationWorker = {id: snapshot.fleet[0].id, seen: false};
@@ -295,19 +299,21 @@ async def test_two_hundred_workers_are_searched_sorted_and_grouped(page, tmp_pat
 
         await page.press("/")
         await page.type("10.0.0.77")
-        assert await page.tell("document.activeElement.id") == "worker-search"
-        (found,) = await page.tell(ROWS)
+        assert await page.evaluate("document.activeElement.id") == "worker-search"
+        (found,) = await page.evaluate(ROWS)
         assert "10.0.0.77:1" in found
         await page.press("Escape")
         await page.click('#worker-columns [data-by="load"] button')
-        assert "10.0.0.199:1" in (await page.tell(ROWS))[0]
-        assert await page.tell("document.querySelector('[data-by=load]').ariaSort") == "descending"
+        assert "10.0.0.199:1" in (await page.evaluate(ROWS))[0]
+        assert (
+            await page.evaluate("document.querySelector('[data-by=load]').ariaSort") == "descending"
+        )
         await page.click("#by-model")
         groups = await page.evaluate(ROWS)
         assert [group.split("\n")[0].split()[1] for group in groups] == ["odd", "even"]
         assert "100 workers" in groups[0]
         await page.click("#worker-rows .disclosure")
-        assert len(await page.tell(ROWS)) == 102
+        assert len(await page.evaluate(ROWS)) == 102
         await page.press("?")
         await shows(page, "#help-dialog", "search the workers")
         await page.press("Escape")

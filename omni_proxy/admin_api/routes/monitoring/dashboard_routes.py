@@ -16,12 +16,12 @@ from typing import Final
 
 from quart import Quart, Response, request
 
-STYLES: Final = ("base.css", "table.css", "charts.css", "narrow.css")
+STYLES: Final = ("base.css", "table.css", "charts.css", "responsive.css")
 # A part may call functions of later parts, but not use their values.
 SCRIPTS: Final = (
-    "dom.js", "access.js", "feed.js", "standing.js", "cluster.js", "overview.js", "charts.js",
-    "workers.js", "actions.js", "weights.js", "config.js", "requests.js", "callers.js",
-    "explain.js", "playground.js", "keyboard.js", "begin.js",
+    "dom.js", "format.js", "access.js", "feed.js", "worker_state.js", "cluster.js", "overview.js",
+    "charts.js", "workers.js", "actions.js", "weights.js", "config.js", "requests.js",
+    "callers.js", "explain.js", "chat.js", "keyboard.js", "start.js",
 )  # fmt: skip
 _INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
