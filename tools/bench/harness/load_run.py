@@ -23,7 +23,7 @@ READY_ANSWERS = 2 * WORKERS
 SAMPLED = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 FIRST = b'{"model":"bench","messages":[{"role":"user","content":"#bench first 0 0#"}]}'
 KEY = "bench"  # the key in the load's requests; see load_generator.c
-LAST_WORDS = 8  # lines
+LOG_TAIL_LINES = 8  # lines
 REST_SECS = 0.4
 REST_SHARE = 0.1  # of one core: probes continue
 
