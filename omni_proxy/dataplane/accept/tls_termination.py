@@ -9,7 +9,6 @@ a 400 in plain HTTP.
 
 from __future__ import annotations
 
-import logging
 import ssl
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -18,7 +17,6 @@ from typing import Final
 
 import trio
 
-from omni_proxy.config.problem import ConfigError
 from omni_proxy.config.schema import ServerConfig
 from omni_proxy.dataplane.accept.proxy_protocol import read_proxy_header
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
@@ -28,15 +26,11 @@ from omni_proxy.dataplane.loop.tls_stream import (
     TlsStream,
     read_handshake_bytes,
 )
-from omni_proxy.system.files import FileSignature, file_signature
+from omni_proxy.system.certificate_reload import CertificateFiles
 from omni_proxy.system.tls_contexts import listener_tls_files, server_context
 from omni_proxy.wire.errors import HttpError
 
-_log = logging.getLogger(__name__)
-
 POLL_SECS: Final = 2.0
-
-FileSignatures = tuple[FileSignature | None, ...]
 
 
 class Certificates:
@@ -44,70 +38,56 @@ class Certificates:
 
     def __init__(self) -> None:
         self.context: ssl.SSLContext | None = None
-        self.error = ""  # why the newest files could not be loaded
-        self._server = ServerConfig()
-        self._signatures: FileSignatures = ()  # when they were last read
+        self._files: CertificateFiles[ssl.SSLContext] | None = None
         self._loaded_at = ""
+
+    @property
+    def error(self) -> str:
+        """Why the newest files could not be loaded."""
+        return self._files.error if self._files is not None else ""
 
     def prepare(self, new: ServerConfig) -> Callable[[], None]:
         """Load the files named in `new`. Call the result to apply them. Raises ConfigError."""
         if not new.tls_cert:
-            return partial(self._apply, new, None, ())
-        signatures = _file_signatures(new)
+            return partial(self._apply, None, None)
+        files, current = CertificateFiles(new, server_context), self._files
         if (
-            self.context is not None
-            and _identity(new) == _identity(self._server)
-            and signatures == self._signatures
+            current is not None
+            and _identity(new) == _identity(current.server)
+            and files.signatures == current.signatures
         ):
-            return partial(self._apply_unchanged, new)
-        return partial(self._apply, new, server_context(new), signatures)
-
-    def _apply_unchanged(self, new: ServerConfig) -> None:
-        self._server = new
+            return _keep_current
+        return partial(self._apply, files, files.load())
 
     def _apply(
-        self, new: ServerConfig, context: ssl.SSLContext | None, signatures: FileSignatures
+        self, files: CertificateFiles[ssl.SSLContext] | None, context: ssl.SSLContext | None
     ) -> None:
-        self._server, self.context, self._signatures, self.error = new, context, signatures, ""
+        self._files, self.context = files, context
         self._loaded_at = datetime.now(UTC).isoformat()
 
     async def run(self) -> None:
         """Poll the files until cancelled."""
         while True:
             await trio.sleep(POLL_SECS)
-            if self.context is not None:
-                await self._poll()
+            if self._files is not None:
+                await self._poll(self._files)
 
-    async def _poll(self) -> None:
+    async def _poll(self, files: CertificateFiles[ssl.SSLContext]) -> None:
         """Reload the files if they have changed and then stayed unchanged for a moment."""
-        server = self._server
-        signatures = await trio.to_thread.run_sync(_file_signatures, server)
-        while signatures != self._signatures and server is self._server:
+        signatures = await trio.to_thread.run_sync(files.signatures_now)
+        while signatures != files.signatures and files is self._files:
             await trio.sleep(POLL_SECS / 4)  # one of the two files may still be incomplete
-            previous, signatures = (
-                signatures,
-                await trio.to_thread.run_sync(_file_signatures, server),
-            )
+            previous, signatures = signatures, await trio.to_thread.run_sync(files.signatures_now)
             if signatures == previous:
-                await self._reload(server, signatures)
-
-    async def _reload(self, server: ServerConfig, signatures: FileSignatures) -> None:
-        try:
-            context = await trio.to_thread.run_sync(server_context, server)
-        except ConfigError as error:
-            if server is self._server:
-                self._signatures, self.error = signatures, str(error)
-                _log.error('certificate_reload_failed file=%s error="%s"', server.tls_cert, error)
-            return
-        if server is self._server:
-            self._apply(server, context, signatures)
-            _log.info("certificate_reloaded file=%s", server.tls_cert)
+                context = await trio.to_thread.run_sync(files.reload)
+                if context is not None and files is self._files:
+                    self._apply(files, context)
 
     def status(self) -> dict[str, object] | None:
-        if self.context is None:
+        if self._files is None or self.context is None:
             return None
         return {
-            "certificate": self._server.tls_cert,
+            "certificate": self._files.server.tls_cert,
             "read_at": self._loaded_at,
             "clients_verified": self.context.verify_mode != ssl.CERT_NONE,
             "error": self.error or None,
@@ -118,8 +98,8 @@ def _identity(server: ServerConfig) -> tuple[object, ...]:
     return (*listener_tls_files(server), server.tls_client_require)
 
 
-def _file_signatures(server: ServerConfig) -> FileSignatures:
-    return tuple(map(file_signature, listener_tls_files(server)))
+def _keep_current() -> None:
+    """The new configuration names the same files, with the same content."""
 
 
 async def accept_tls(
