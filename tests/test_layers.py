@@ -18,6 +18,7 @@ SHARED = (
     "origins",
     "backoff",
     "native",
+    "log_text",
 )  # by the proxy and the replica
 # From the bottom to the top: a package imports only from packages before it.
 LAYERS = (

@@ -7,19 +7,17 @@ from collections.abc import Iterable
 from quart import request
 
 from omni_proxy.admin_api.access.key_check import named_key
+from omni_proxy.wire.header_fields import NOT_FORWARDED, as_texts
 
 # Set for each worker, or not forwarded (omni-router.md 10).
-NOT_FORWARDED = frozenset(
+_OWN_FIELDS = frozenset(
     (
-        "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
-        "te", "trailer", "trailers", "transfer-encoding", "upgrade", "host", "content-length",
-        "content-type", "accept-encoding", "remote-addr", "expect",
-        "x-omni-weight-version", "x-omni-min-weight-epoch", "x-omni-received",
+        *as_texts(NOT_FORWARDED), "content-type", "accept-encoding", "remote-addr",
+        "x-omni-received",
         # Set by browsers: the proxy has checked the origin, which is foreign to a worker.
         "origin", "referer", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest", "sec-fetch-user",
     )
 )  # fmt: skip
-HINT_PREFIX = "x-sglang-omni-route-"
 
 
 def target_of(path: str) -> str:
@@ -44,7 +42,5 @@ def forwarded_headers(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
     return {
         name: value
         for name, value in lowered
-        if name not in NOT_FORWARDED
-        and not name.startswith(HINT_PREFIX)
-        and not (name == "authorization" and named_key())
+        if name not in _OWN_FIELDS and not (name == "authorization" and named_key())
     }

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from omni_proxy.config.problem import did_you_mean
 from omni_proxy.config.url import normalize_url, refused_address
+from omni_proxy.wire.header_fields import FIELD_NAME, NOT_FORWARDED, as_texts
 
 _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
 _MODE: Final = re.compile(r"0?[0-7]{3}")
@@ -39,12 +40,11 @@ _UNITS: Final = {
     "mib": 1024**2,
     "gib": 1024**3,
 }
-_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-# Header fields that determine framing or access, so the user can't choose them for other purposes.
+# Header fields that end at the proxy, or that determine framing or access, so the user can't choose
+# them for other purposes.
 _NOT_FREE = frozenset(
-    ("host", "content-length", "content-type", "transfer-encoding", "connection", "authorization",
-     "upgrade", "expect", "te", "trailer", "keep-alive", "via", "x-forwarded-for")
-)  # fmt: skip
+    (*as_texts(NOT_FORWARDED), "content-type", "authorization", "via", "x-forwarded-for")
+)
 
 
 def read_size(value: object) -> object:
@@ -179,7 +179,7 @@ def read_header_name(value: object) -> object:
     """Empty: no header."""
     if not isinstance(value, str) or not value:
         return value
-    if not _HEADER_NAME.fullmatch(value) or value.lower() in _NOT_FREE:
+    if not FIELD_NAME.fullmatch(value) or value.lower() in _NOT_FREE:
         raise ValueError(f'"{value}" can\'t be used as this header; use one like "x-request-id"')
     return value
 
@@ -188,7 +188,7 @@ def read_session_header(value: object) -> object:
     """Returned in lower case, because header field names are case-insensitive."""
     if not isinstance(value, str):
         return value
-    if not _HEADER_NAME.fullmatch(value):
+    if not FIELD_NAME.fullmatch(value):
         raise ValueError(f'"{value}" is not a header name; "x-session-id" is one')
     return value.lower()
 

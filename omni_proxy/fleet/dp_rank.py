@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from omni_proxy.fleet.worker import Worker, zero_counters
-
-HEADER = "X-data-parallel-rank"  # vLLM and SGLang read it
+from omni_proxy.wire.header_fields import RANK_NAME
 
 
 class DpRank(Worker):
@@ -31,7 +30,7 @@ class DpRank(Worker):
         self.url = f"{worker.url}@{index}"
         self.id = f"{worker.id}@{index}"
         self.display_id = f"{worker.display_id}@{index}"
-        self.header_line = f"{HEADER}: {index}\r\n".encode()
+        self.header_line = b"%b: %d\r\n" % (RANK_NAME, index)
         self.in_flight = self.peer_in_flight = 0
         self.load_offset = 0  # CPython adds ints faster
         self.peak_in_flight = 0

@@ -44,7 +44,7 @@ from omni_proxy.routing.inspect.requirements import (
 from omni_proxy.routing.policies.session_load import OwnSessions
 from omni_proxy.routing.routes import NAMED, UNPINNED, VOICE_OWNER
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.request import RANK_HINT
+from omni_proxy.wire.header_fields import RANK_HINT
 
 BODY_KEY: Final = "routed_dp_rank"
 OLD_BODY_KEY: Final = "data_parallel_rank"  # of earlier SGLang versions

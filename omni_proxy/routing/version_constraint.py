@@ -13,9 +13,8 @@ from typing import Final
 
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.header_fields import EPOCH_HINT, VERSION_HINT
 
-LABEL_HINT: Final = b"weight-version"  # keys of request hints
-EPOCH_HINT: Final = b"min-weight-epoch"
 _EPOCH: Final = re.compile(rb"[0-9]{1,18}\Z")
 
 
@@ -42,7 +41,7 @@ class VersionConstraint:
 
 def parse_version_constraint(hints: Mapping[bytes, bytes]) -> VersionConstraint | None:
     """None if the hints have no constraint. Raises HttpError 400 for an invalid one."""
-    label, epoch = hints.get(LABEL_HINT), hints.get(EPOCH_HINT)
+    label, epoch = hints.get(VERSION_HINT), hints.get(EPOCH_HINT)
     if label is None and epoch is None:
         return None
     name = None

@@ -21,9 +21,9 @@ from typing import Final, TextIO
 
 import msgspec
 
+from omni_proxy.log_text import ascii_json, escape_unprintable, mask_secrets_in_text
 from omni_proxy.telemetry import line_log
 from omni_proxy.telemetry.line_log import LineLog
-from omni_proxy.wire.log_text import ascii_json, escape_unprintable, mask_secrets_in_text
 
 QUEUE_BYTES: Final = 4 * 1024 * 1024
 CLOSE_SECS: Final = 1.0  # how long `close` waits for the queue to be written

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.header_fields import TOKEN
 
 LAST_CHUNK = b"0\r\n\r\n"
 MAX_LINE_BYTES = 4096  # a size line with its extensions
@@ -17,7 +18,7 @@ MAX_TRAILER_BYTES = 16384
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\x00]*)?\Z")
 # Trailers are dropped, but validated like header fields, so that no other parser reads them
 # differently.
-_FIELD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\Z")
+_FIELD = re.compile(rb"%b+:[\t -~\x80-\xff]*\Z" % TOKEN)
 
 
 def encode_chunk(payload: bytes) -> bytes:

@@ -9,15 +9,18 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from omni_proxy.wire.header_fields import DIAGNOSTICS, TOKEN, as_texts
+
 ANY: Final = "*"
 PREFLIGHT_SECS: Final = 600
 # Response fields that scripts may read in addition to the CORS-safelisted ones.
 EXPOSED: Final = (
-    "x-request-id", "x-sglang-omni-request-id", "x-sglang-omni-worker",
-    "x-sglang-omni-route-attempt", "x-omni-attempts", "x-omni-weight-version",
-    "x-omni-weight-epoch", "x-omni-weight-version-end", "x-omni-weight-epoch-end", "retry-after",
-    "etag", "location",
-)  # fmt: skip
+    "x-request-id",
+    *as_texts(DIAGNOSTICS),
+    "retry-after",
+    "etag",
+    "location",
+)
 # Fields that report a caller's limits: see `api_keys.caller`.
 RATE_FIELDS: Final = tuple(
     f"x-ratelimit-{what}-{noun}"
@@ -25,7 +28,7 @@ RATE_FIELDS: Final = tuple(
     for what in ("limit", "remaining", "reset")
 )
 _OF_WORKERS: Final = re.compile(rb"(?i)(?<=\r\n)access-control-[^\r\n]*\r\n")
-_NAMES: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~,\t -]*")
+_NAMES: Final = re.compile(rf"(?:{TOKEN.decode()}|[,\t ])*")
 
 Fields = tuple[tuple[str, str], ...]
 

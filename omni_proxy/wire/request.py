@@ -14,9 +14,20 @@ from typing import Final
 import httptools
 import msgspec
 
+from omni_proxy.log_text import mask_secrets
 from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.header_fields import (
+    HINTS,
+    LOAD_HINT,
+    MIN_EPOCH_NAME,
+    NOT_FORWARDED,
+    RANK_HINT,
+    RANK_NAME,
+    READ_AND_FORWARDED,
+    REQUEST_ID_FIELDS,
+    VERSION_NAME,
+)
 from omni_proxy.wire.load_report import LOAD_FORMAT_NAME
-from omni_proxy.wire.log_text import mask_secrets
 from omni_proxy.wire.scan.head_template import HeadTemplate
 
 _CRLF: Final = b"\r\n"
@@ -32,36 +43,12 @@ MAX_HEAD_BYTES = 65536
 MAX_TARGET_BYTES = 16384
 CHUNKED = -1
 
-HINT_PREFIX = b"x-sglang-omni-route-"
-# Routing hints of clients: field name to key in `RequestHead.hints`.
-HINTS = {
-    **{HINT_PREFIX + key: key for key in (b"model", b"stream", b"capabilities", b"worker")},
-    b"x-omni-weight-version": b"weight-version",
-    b"x-omni-min-weight-epoch": b"min-weight-epoch",
-}
-RANK_HINT = b"data-parallel-rank"  # key of x-data-parallel-rank in `RequestHead.hints`
-LOAD_HINT = b"load-format"  # the client wants the engine's load in the response
 _KEY_LINE = re.compile(rb"\r\n(?i:authorization|x-api-key)[ \t]*:[^\r\n]*")
 _CREDENTIAL = re.compile(rb"\r\n(?i:(authorization)|x-api-key)[ \t]*:")
-HINTED_FIELDS = {**HINTS, b"x-data-parallel-rank": RANK_HINT}
-_CONDITIONS = frozenset((b"x-omni-weight-version", b"x-omni-min-weight-epoch"))
-
-# Fields that are not forwarded (RFC 9110 7.6.1) or that the proxy writes itself.
-_ENDING = (
-    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
-    b"proxy-connection", b"te", b"trailer", b"trailers", b"transfer-encoding", b"upgrade", b"host",
-    b"content-length", b"expect", *HINTS,
-)  # fmt: skip
-REQUEST_ID_FIELDS = (b"x-sglang-omni-request-id", b"x-request-id", b"x-correlation-id")
-# Fields that are read and forwarded.
-_PASSED = (
-    b"content-type", *REQUEST_ID_FIELDS, b"idempotency-key", b"sec-websocket-key", b"origin",
-    b"x-omni-hop", b"x-data-parallel-rank", LOAD_FORMAT_NAME,
-)  # fmt: skip
-# All other fields are only validated for syntax.
-READ_FIELDS = frozenset((*_ENDING, *_PASSED))
+_CONDITIONS = frozenset((VERSION_NAME, MIN_EPOCH_NAME))
 _OURS = re.compile(
-    rb"\r\n(?i:(%b)|(%b))[ \t]*:[ \t]*([^\r\n]*)" % (b"|".join(_ENDING), b"|".join(_PASSED))
+    rb"\r\n(?i:(%b)|(%b))[ \t]*:[ \t]*([^\r\n]*)"
+    % (b"|".join(NOT_FORWARDED), b"|".join(READ_AND_FORWARDED))
 )
 # Stricter than llhttp, which accepts several spaces, RTSP and fragments (RFC 9112 3).
 _REQUEST_LINE = re.compile(rb"[A-Z-]+ ([!-\"$-~]+) HTTP/1\.[01]\r\n")
@@ -225,7 +212,7 @@ def _hints(fields: _Fields) -> dict[bytes, bytes]:
     if any(len(fields.get(name, ())) > 1 for name in _CONDITIONS):
         raise _bad("a weight version condition is given twice")
     hints = {HINTS[name]: values[0] for name, values in fields.items() if name in HINTS}
-    ranks = fields.get(b"x-data-parallel-rank")
+    ranks = fields.get(RANK_NAME)
     if ranks is not None:  # it is also forwarded, because an engine may read it
         hints[RANK_HINT] = ranks[0] if len(set(ranks)) == 1 else b", ".join(ranks)
     if LOAD_FORMAT_NAME in fields:  # likewise

@@ -15,6 +15,7 @@ import httptools
 
 from omni_proxy.wire.chunked import LAST_CHUNK
 from omni_proxy.wire.errors import UpstreamError
+from omni_proxy.wire.header_fields import DIAGNOSTICS, HOP_BY_HOP
 from omni_proxy.wire.request import (
     MAX_HEAD_BYTES,
     PLAIN_OPTIONS,
@@ -32,17 +33,9 @@ _STATUS_LINE = re.compile(rb"HTTP/1\.[01] [0-9]{3}(?: [\t -~\x80-\xff]*)?\r\n")
 _CHUNK_SIZE = re.compile(rb"(?:\A|(?<=\r\n))([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n]*)?\r\n")
 # A worker can't remove the length from the client's response by nominating it.
 _STAYING = PLAIN_OPTIONS | {b"content-length"}
-# Fields that only the proxy may send to a client (`dataplane.exchange.response_relay`,
-# `fleet.weight_version`): a worker could claim to be another one, or to have other weights.
-DIAGNOSTICS = (
-    b"x-sglang-omni-worker", b"x-sglang-omni-request-id", b"x-sglang-omni-route-attempt",
-    b"x-omni-attempts", b"x-omni-weight-version", b"x-omni-weight-version-end",
-    b"x-omni-weight-epoch", b"x-omni-weight-epoch-end",
-)  # fmt: skip
 _OURS = re.compile(
-    rb"\r\n(?i:(connection|keep-alive|proxy-authenticate|proxy-connection|te|trailer|upgrade"
-    rb"|transfer-encoding|x-(?:%b))|(content-length|content-type))[ \t]*:[ \t]*([^\r\n]*)"
-    % b"|".join(name.removeprefix(b"x-") for name in DIAGNOSTICS)
+    rb"\r\n(?i:(%b|x-(?:%b))|(content-length|content-type))[ \t]*:[ \t]*([^\r\n]*)"
+    % (b"|".join(HOP_BY_HOP), b"|".join(name.removeprefix(b"x-") for name in DIAGNOSTICS))
 )
 
 

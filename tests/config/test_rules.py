@@ -38,6 +38,15 @@ def test_an_invalid_target_of_a_log_is_refused(table, key):
         assert getattr(getattr(parse(f'{table}.{key} = "{target}"'), table), key) == target
 
 
+@pytest.mark.parametrize(
+    "name", ["Host", "te", "Proxy-Authorization", "trailers", "x-omni-weight-version", "a b"]
+)
+def test_a_header_that_ends_at_the_proxy_has_no_request_id(name):
+    for value in (f'request_id_header = "{name}"', f'request_id_headers = ["{name}"]'):
+        with pytest.raises(ConfigError, match="can't be used as this header"):
+            parse(f"[server]\n{value}\n")
+
+
 KV = '[[workers]]\nurl = "http://a:80"\n'
 
 

@@ -38,7 +38,7 @@ from omni_proxy.routing.pinning import (
 )
 from omni_proxy.routing.routes import NAMED, RESPONSE_OWNER, UNPINNED, VOICE_OWNER, match_route
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.request import RANK_HINT
+from omni_proxy.wire.header_fields import RANK_HINT
 from tests.fleet.entries import NOW, entry, fleet_of
 
 GENERATE = match_route("POST", "/generate")

@@ -7,7 +7,7 @@ from omni_proxy.routing.inspect.requirements import RequestFacts, inspect_reques
 from omni_proxy.routing.routes import match_route
 from omni_proxy.routing.version_constraint import (
     EPOCH_HINT,
-    LABEL_HINT,
+    VERSION_HINT,
     VersionConstraint,
     parse_version_constraint,
 )
@@ -22,12 +22,12 @@ ODD = "a\nb"
     [
         ({}, None),
         ({b"model": b"m"}, None),
-        ({LABEL_HINT: b"=v1"}, VersionConstraint("v1")),
-        ({LABEL_HINT: b"= v1 "}, VersionConstraint("v1")),
-        ({LABEL_HINT: b"==v1"}, VersionConstraint("=v1")),
+        ({VERSION_HINT: b"=v1"}, VersionConstraint("v1")),
+        ({VERSION_HINT: b"= v1 "}, VersionConstraint("v1")),
+        ({VERSION_HINT: b"==v1"}, VersionConstraint("=v1")),
         ({EPOCH_HINT: b"7"}, VersionConstraint(None, 7)),
         ({EPOCH_HINT: b"0"}, VersionConstraint(None, 0)),
-        ({LABEL_HINT: b"=v1", EPOCH_HINT: b"007"}, VersionConstraint("v1", 7)),
+        ({VERSION_HINT: b"=v1", EPOCH_HINT: b"007"}, VersionConstraint("v1", 7)),
     ],
 )
 def test_a_constraint_is_read_from_the_hints(hints, constraint):
@@ -37,9 +37,9 @@ def test_a_constraint_is_read_from_the_hints(hints, constraint):
 @pytest.mark.parametrize(
     "hints",
     [
-        {LABEL_HINT: b"v1"}, {LABEL_HINT: b""}, {LABEL_HINT: b"="}, {LABEL_HINT: b"=  "}, {LABEL_HINT: b">=v1"},
+        {VERSION_HINT: b"v1"}, {VERSION_HINT: b""}, {VERSION_HINT: b"="}, {VERSION_HINT: b"=  "}, {VERSION_HINT: b">=v1"},
         {EPOCH_HINT: b""}, {EPOCH_HINT: b"-1"}, {EPOCH_HINT: b"1.5"}, {EPOCH_HINT: b"v1"}, {EPOCH_HINT: b"9" * 19},
-        {EPOCH_HINT: b"\xb2"}, {LABEL_HINT: b"=v1", EPOCH_HINT: b"x"},
+        {EPOCH_HINT: b"\xb2"}, {VERSION_HINT: b"=v1", EPOCH_HINT: b"x"},
     ],
 )  # fmt: skip
 def test_an_invalid_constraint_is_refused(hints):
@@ -90,7 +90,7 @@ def test_the_reason_names_the_version_and_the_constraint():
     ],
 )
 def test_every_kind_of_request_may_have_a_constraint(method, path, body):
-    facts = RequestFacts(b"application/json", {LABEL_HINT: b"=v1"})
+    facts = RequestFacts(b"application/json", {VERSION_HINT: b"=v1"})
     assert inspect_request(
         match_route(method, path), body, facts
     ).version_constraint == VersionConstraint("v1")

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_proxy.wire.header_fields import DIAGNOSTICS
 from omni_proxy.wire.request import MAX_HEAD_BYTES
 from omni_proxy.wire.response import (
-    DIAGNOSTICS,
     Framing,
     Unchunker,
     UpstreamProtocolError,
@@ -122,6 +122,7 @@ def test_end_to_end_fields_keep_order_and_repetitions():
     raw = head(
         b"Set-Cookie: a", b"Connection: close, X-Hop", b"Keep-Alive: 5", b"set-cookie: b",
         b"x-hop: 1", b"Upgrade: h2", b"Trailer: t", b"TE: t", b"Proxy-Connection: close",
+        b"Proxy-Authorization: x", b"Trailers: t",
         b"Content-Length: 0", b"X: \xe4",
     )  # fmt: skip
     lines = OK + b"Set-Cookie: a\r\nset-cookie: b\r\nContent-Length: 0\r\nX: \xe4\r\n"

@@ -50,7 +50,7 @@ from omni_proxy.routing.routes import (
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.telemetry.recent_window import RecentWindow
 from omni_proxy.wire.errors import HttpError
-from omni_proxy.wire.request import HINTED_FIELDS
+from omni_proxy.wire.header_fields import HINTED_FIELDS
 
 DEFAULT_PATH = "/v1/chat/completions"
 

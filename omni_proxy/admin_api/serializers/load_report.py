@@ -19,9 +19,9 @@ from typing import Any, Final
 import trio
 
 from omni_proxy import __version__
+from omni_proxy.log_text import MASK
 from omni_proxy.upstream_http.client import CallResult
 from omni_proxy.weight_sync.protocol.rank_layout import count_ranks
-from omni_proxy.wire.log_text import MASK
 
 _COUNTS = (
     "num_running_reqs", "num_waiting_reqs", "num_waiting_uncached_tokens", "num_total_reqs",

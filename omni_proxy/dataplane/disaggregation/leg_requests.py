@@ -21,7 +21,8 @@ from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, JsonMember, wa
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.pinning import BODY_KEY, BODY_ONLY_PATHS, OLD_BODY_KEY
 from omni_proxy.wire.forwarded import field_value
-from omni_proxy.wire.request import RANK_HINT, RequestHead, drop_field, drop_fields
+from omni_proxy.wire.header_fields import RANK_HINT
+from omni_proxy.wire.request import RequestHead, drop_field, drop_fields
 from omni_proxy.wire.scan.head_template import HeadTemplate
 
 _ID: Final = b"x-request-id"

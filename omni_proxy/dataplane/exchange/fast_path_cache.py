@@ -34,7 +34,8 @@ from omni_proxy.routing.routes import (
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.head_caching.lru import LruCache
 from omni_proxy.wire.head_caching.request_heads import TEMPLATES
-from omni_proxy.wire.request import RANK_HINT, RequestHead
+from omni_proxy.wire.header_fields import RANK_HINT
+from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.scan.head_template import HeadTemplate
 
 

@@ -26,7 +26,8 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.system.fd_limit import is_resource_exhaustion
 from omni_proxy.wire.errors import HttpError, UpstreamError
 from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
-from omni_proxy.wire.request import RANK_HINT, RequestHead, drop_fields
+from omni_proxy.wire.header_fields import RANK_HINT, RANK_NAME
+from omni_proxy.wire.request import RequestHead, drop_fields
 from omni_proxy.wire.response import UpstreamProtocolError, check_interim, find_response_head_end
 
 JOIN_BYTES: Final = READ_BYTES  # a request that was received in one read is sent in one send
@@ -35,7 +36,7 @@ CACHED_LENGTHS: Final = 4096
 STALE_CONNECTION: Final = "stale_connection"
 _Parts = Sequence[bytes | memoryview]
 _BLANK: Final = b"\r\n\r\n"
-RANK_FIELD: Final = frozenset((b"x-data-parallel-rank",))
+RANK_FIELD: Final = frozenset((RANK_NAME,))
 
 
 def _format_length(size: int) -> tuple[bytes, bytes]:

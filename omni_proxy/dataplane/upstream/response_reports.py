@@ -18,6 +18,7 @@ from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.cache_prediction import CachePrediction, note_first_byte
 from omni_proxy.routing.inspect.response_usage import read_cached_tokens
+from omni_proxy.wire.header_fields import LOAD_HINT
 from omni_proxy.wire.load_report import (
     LOAD_FORMAT_LINE,
     NO_REPORT,
@@ -26,7 +27,7 @@ from omni_proxy.wire.load_report import (
     load_of_header,
     split_load_field,
 )
-from omni_proxy.wire.request import LOAD_HINT, RequestHead
+from omni_proxy.wire.request import RequestHead
 
 if TYPE_CHECKING:
     from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders, TwoLegs

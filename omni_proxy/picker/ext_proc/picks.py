@@ -31,6 +31,7 @@ from omni_proxy.picker.ext_proc.stream import ProxiedRequest
 from omni_proxy.picker.picker import Picker, PickRequest, head_of
 from omni_proxy.upstream_http.resolver import RefusedAddress, addresses
 from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.header_fields import RANK_NAME
 
 _log = logging.getLogger(__name__)
 
@@ -253,7 +254,7 @@ class EnvoyPicks:
         removed: tuple[str, ...] = () if prefill else (PREFILLER,)  # a client must not set it
         worker = target.worker
         if isinstance(target, DpRank):
-            headers["x-data-parallel-rank"] = str(target.index)
+            headers[RANK_NAME.decode()] = str(target.index)
         key = os.environ.get(worker.api_key_env, "") if worker.api_key_env else ""
         if key:
             headers["authorization"] = f"Bearer {key}"

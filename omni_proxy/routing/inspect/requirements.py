@@ -48,7 +48,9 @@ from omni_proxy.routing.routes import (
 from omni_proxy.routing.version_constraint import VersionConstraint, parse_version_constraint
 from omni_proxy.routing.weighted_split import AliasRequirement
 from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.header_fields import HINT_PREFIX
 
+_PREFIX: Final = HINT_PREFIX.decode()
 STREAMING, IMAGE, AUDIO, VIDEO, AUDIO_OUT = (
     CAPABILITY_BITS[name]
     for name in ("streaming", "image_input", "audio_input", "video_input", "audio_output")
@@ -199,7 +201,7 @@ def inspect_request(route: Route, body: bytes, facts: HeadFacts) -> Requirements
     if route.pinning is NAMED:
         worker_id = facts.hints.get(b"worker", b"")
         if not worker_id:
-            raise _bad("x-sglang-omni-route-worker is required for speech outcome lookups")
+            raise _bad(f"{_PREFIX}worker is required for speech outcome lookups")
         requirements.named_worker = worker_id.decode("latin-1")
     complete = route.body_kind is FORM and _read_form(body, facts.content_type, requirements)
     if facts.hints:
@@ -219,7 +221,7 @@ def requirements_of_hints(route: Route, facts: HeadFacts, model: str | None = No
         requirements.mask |= AUDIO  # as for any large speech body
     _apply_hints(requirements, facts.hints, source=None)
     if model is not None and requirements.model != model:
-        raise _bad("x-sglang-omni-route-model conflicts with the multipart form model")
+        raise _bad(f"{_PREFIX}model conflicts with the multipart form model")
     return requirements
 
 
@@ -411,27 +413,26 @@ def _apply_hints(
 ) -> None:
     """Apply hints, which add to the body's fields; a hint that contradicts the body is refused."""
     requirements.version_constraint = parse_version_constraint(hints)
-    prefix = "x-sglang-omni-route-"
     if b"model" in hints:
         model = hints[b"model"].decode("latin-1").strip()
         if not model:
-            raise _bad(f"{prefix}model must not be empty")
+            raise _bad(f"{_PREFIX}model must not be empty")
         if source and requirements.model is not None and requirements.model != model:
-            raise _bad(f"{prefix}model conflicts with {_the(source)} model")
+            raise _bad(f"{_PREFIX}model conflicts with {_the(source)} model")
         requirements.model = model
     if b"stream" in hints:
         stream_hint = hints[b"stream"].strip().lower()
         if stream_hint not in (b"true", b"false"):
-            raise _bad(f"{prefix}stream must be true or false")
+            raise _bad(f"{_PREFIX}stream must be true or false")
         if source and (stream_hint == b"true") != requirements.stream:
-            raise _bad(f"{prefix}stream conflicts with {_the(source)} stream")
+            raise _bad(f"{_PREFIX}stream conflicts with {_the(source)} stream")
         requirements.stream = stream_hint == b"true"
         requirements.mask |= STREAMING if requirements.stream else 0
     if b"capabilities" in hints:
-        mask = _hinted_mask(hints[b"capabilities"].decode("latin-1"), prefix)
+        mask = _hinted_mask(hints[b"capabilities"].decode("latin-1"))
         read_whole = source == "JSON body" and not requirements.large_body_class
         if read_whole and mask & ~requirements.mask:
-            raise _bad(f"{prefix}capabilities conflicts with JSON body")
+            raise _bad(f"{_PREFIX}capabilities conflicts with JSON body")
         requirements.mask |= mask
 
 
@@ -439,13 +440,13 @@ def _the(source: str) -> str:
     return source if source == "JSON body" else f"the {source}"
 
 
-def _hinted_mask(text: str, prefix: str) -> int:
+def _hinted_mask(text: str) -> int:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise _bad(f"{prefix}capabilities must not be empty")
+        raise _bad(f"{_PREFIX}capabilities must not be empty")
     for name in names:
         if name not in CAPABILITY_BITS:
-            raise _bad(f"{prefix}capabilities contains unsupported capability {name!r}")
+            raise _bad(f"{_PREFIX}capabilities contains unsupported capability {name!r}")
     return capability_mask(names)
 
 
@@ -459,15 +460,14 @@ def check_large_body(fleet: Fleet, requirements: Requirements) -> None:
     mixed = len({worker.model for worker in candidates}) > 1
     if mixed and b"model" not in given_hints and (batch or requirements.model is None):
         kind = "large speech batch requests" if batch else "large JSON requests"
-        message = f"{kind} across mixed-model workers require x-sglang-omni-route-model"
+        message = f"{kind} across mixed-model workers require {_PREFIX}model"
         raise HttpError(400, message, "model_hint_required")
     if b"capabilities" in given_hints or not candidates:
         return
     widest = max((worker.mask for worker in candidates), key=int.bit_count)
     if any(worker.mask & ~widest for worker in candidates):
         message = (
-            "large JSON requests across mixed-capability workers require "
-            "x-sglang-omni-route-capabilities"
+            f"large JSON requests across mixed-capability workers require {_PREFIX}capabilities"
         )
         raise HttpError(400, message, "capabilities_hint_required")
     if any(worker.mask != widest for worker in candidates):

@@ -18,12 +18,11 @@ from typing import Final
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.forwarded import ForwardedHeaders, reject_loop
 from omni_proxy.wire.head_caching.lru import Doorkeeper, LruCache
+from omni_proxy.wire.header_fields import READ_FIELDS, REQUEST_ID_FIELDS
 from omni_proxy.wire.request import (
     CONTROLS,
     CONTROLS_AND_SPACES,
     COUNT,
-    READ_FIELDS,
-    REQUEST_ID_FIELDS,
     RequestHead,
     parse_request_head,
 )

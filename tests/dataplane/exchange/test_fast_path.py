@@ -8,7 +8,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.response_relay import diagnostic_fields
 from omni_proxy.dataplane.status import connection_record
 from omni_proxy.fleet.weight_version import WeightVersion
-from omni_proxy.wire.response import DIAGNOSTICS
+from omni_proxy.wire.header_fields import DIAGNOSTICS
 from tests.dataplane.both_drivers import (
     OK_RESPONSE,
     chat_request,

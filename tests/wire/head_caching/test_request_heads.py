@@ -14,7 +14,8 @@ from omni_proxy.wire.head_caching.request_heads import (
     TEMPLATES,
     RequestHeadCache,
 )
-from omni_proxy.wire.request import READ_FIELDS, parse_request_head
+from omni_proxy.wire.header_fields import READ_FIELDS
+from omni_proxy.wire.request import parse_request_head
 from tests.example_counts import examples
 from tests.wire.heads import HOSTILE
 
