@@ -20,6 +20,7 @@ from omni_proxy.admin_api.access.roles import ALL, reads_only, roles_for
 from omni_proxy.admin_ops.routes import control_route
 from omni_proxy.config.schema import AdminConfig, AdminKey, AdminRole, Config
 from omni_proxy.config.validate import API_KEY_NAME
+from omni_proxy.dataplane.upstream.pool import ADMIN_HOST, METRICS_HOST
 from omni_proxy.routing.routes import (
     MethodNotAllowed,
     configured_routes,
@@ -40,8 +41,6 @@ OPEN_BELOW = ("/workers/", "/v1/models/")
 OPEN_POSTS = frozenset(("/finish_session",))  # used by clients of models, without the admin key
 PICKS = ("/select", "/reservations/")  # called as often as model routes
 ON_BOTH = "/metrics"
-ADMIN_HOST = "admin"  # as `dataplane.upstream.pool` writes them
-METRICS_HOST = "metrics"
 
 
 def needs_key(method: str, path: str, admin: AdminConfig) -> bool:
