@@ -18,13 +18,18 @@ from omni_proxy import __version__
 from omni_proxy.admin_api.access.key_check import needs_key
 from omni_proxy.admin_api.access.roles import roles_for
 from omni_proxy.admin_api.openapi_schemas import ANY, FLAG, SCHEMAS, TEXT, Schema, ref
-from omni_proxy.admin_ops.routes import (
-    ABORT_SYNC,
-    ABORTS,
+from omni_proxy.admin_ops.engine_paths import (
     FROM_DISTRIBUTED,
     FROM_TENSOR,
     INIT,
     MODEL_INFO,
+    TRANSFER_INIT,
+    WEIGHT_CHECKER,
+    WEIGHT_INFO,
+)
+from omni_proxy.admin_ops.routes import (
+    ABORT_SYNC,
+    ABORTS,
     RESOLVES,
     ROLLBACK,
     ROLLOUT,
@@ -32,9 +37,6 @@ from omni_proxy.admin_ops.routes import (
     STEER_ROLLOUT,
     TOPPED,
     TRANSFER,
-    TRANSFER_INIT,
-    WEIGHT_CHECKER,
-    WEIGHT_INFO,
     AdminRoute,
 )
 from omni_proxy.config.schema import AdminConfig

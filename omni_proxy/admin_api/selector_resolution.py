@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import trio
 
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
+from omni_proxy.admin_ops.engine_paths import SERVER_INFO
 from omni_proxy.admin_ops.selector import Selector, SelectorError, parse_selector
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
@@ -60,7 +61,7 @@ class SelectorResolver:
         """The facts that engines report, by worker URL; without engines that do not answer."""
         alive = [worker for worker in workers if worker.health.state is not Health.DEAD]
         secs = self._config_store.config.health.timeout_secs
-        results = await broadcast(alive, Call("GET", "/server_info", timeout_secs=secs))
+        results = await broadcast(alive, Call("GET", SERVER_INFO, timeout_secs=secs))
         reported = {}
         for result in results:
             await trio.lowlevel.checkpoint()  # a response may take milliseconds to parse

@@ -15,6 +15,30 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import parse_qsl
 
+from omni_proxy.admin_ops.engine_paths import (
+    ABORT_REQUEST,
+    ABORT_REQUESTS,
+    CONTINUE_GENERATION,
+    FLUSH_CACHE,
+    FROM_DISK,
+    LOAD_ADAPTER,
+    MODEL_INFO,
+    PAUSE,
+    PAUSE_GENERATION,
+    RESET_PREFIX_CACHE,
+    RESUME,
+    RPC_ALL,
+    SERVER_INFO,
+    UNLOAD_ADAPTER,
+    UPDATE_VERSION,
+    V1_LOAD_ADAPTER,
+    V1_UNLOAD_ADAPTER,
+    WEIGHT_CHECKER,
+    WEIGHT_INFO,
+    WEIGHTS_CHECKER,
+    WORLD_SIZE,
+)
+
 CHECKSUM: Final = b'{"action": "checksum"}'
 # Before a pause in mode `wait` the proxy itself waits until no requests run. vLLM has no `retract`.
 _MODES_OF_SGLANG: Final = {"abort": "abort", "wait": "retract", "keep": "in_place"}
@@ -54,7 +78,7 @@ def with_defaults(path: str, body: bytes) -> bytes:
     SGLang's /update_weight_version aborts all running requests by default, even after a pause that
     should keep them (features.md 3.1).
     """
-    if path != "/update_weight_version":
+    if path != UPDATE_VERSION:
         return body
     fields = _fields(body)
     if not fields or "abort_all_requests" in fields:
@@ -64,12 +88,12 @@ def with_defaults(path: str, body: bytes) -> bytes:
 
 def _pause(call: EngineCall) -> tuple[EngineCall, ...]:
     mode = _MODES_OF_SGLANG.get(str(call.argument("mode") or "abort"))
-    return (_post("/pause_generation", mode=mode),) if mode else ()
+    return (_post(PAUSE_GENERATION, mode=mode),) if mode else ()
 
 
 def _pause_generation(call: EngineCall) -> tuple[EngineCall, ...]:
     mode = _MODES_OF_VLLM.get(str(call.argument("mode") or "abort"))
-    return (EngineCall("POST", f"/pause?mode={mode}"),) if mode else ()
+    return (EngineCall("POST", f"{PAUSE}?mode={mode}"),) if mode else ()
 
 
 def _checker(path: str) -> Callable[[EngineCall], tuple[EngineCall, ...]]:
@@ -85,16 +109,16 @@ def _update_from_disk(call: EngineCall) -> tuple[EngineCall, ...]:
     path, label = call.argument("model_path"), call.argument("weight_version")
     if not isinstance(path, str):
         return ()
-    reload = _post("/collective_rpc", method="reload_weights", kwargs={"weights_path": path})
+    reload = _post(RPC_ALL, method="reload_weights", kwargs={"weights_path": path})
     flushes = call.argument("flush_cache") is not False
-    flush = (EngineCall("POST", "/reset_prefix_cache"),) if flushes else ()
-    names = (_post("/update_weight_version", new_version=str(label)),) if label is not None else ()
+    flush = (EngineCall("POST", RESET_PREFIX_CACHE),) if flushes else ()
+    names = (_post(UPDATE_VERSION, new_version=str(label)),) if label is not None else ()
     return (reload, *flush, *names)
 
 
 def _abort_all(call: EngineCall) -> tuple[EngineCall, ...]:
     """Only for all requests: a single request has a different id at the other engine."""
-    return () if call.argument("request_ids") else (_post("/abort_request", abort_all=True),)
+    return () if call.argument("request_ids") else (_post(ABORT_REQUEST, abort_all=True),)
 
 
 def _plain(method: str, path: str) -> Callable[[EngineCall], tuple[EngineCall, ...]]:
@@ -108,23 +132,23 @@ def _same_at(path: str) -> Callable[[EngineCall], tuple[EngineCall, ...]]:
 
 
 _TABLE: Final[Mapping[str, Callable[[EngineCall], tuple[EngineCall, ...]]]] = {
-    "/pause": _pause,
-    "/pause_generation": _pause_generation,
-    "/resume": lambda _: (_post("/continue_generation"),),
-    "/continue_generation": _plain("POST", "/resume"),
-    "/reset_prefix_cache": _plain("POST", "/flush_cache"),
-    "/flush_cache": _plain("POST", "/reset_prefix_cache"),
-    "/weight_info": _plain("GET", "/model_info"),
-    "/model_info": _plain("GET", "/weight_info"),
-    "/weight_checker": _checker("/weights_checker"),
-    "/weights_checker": _checker("/weight_checker"),
-    "/update_weights_from_disk": _update_from_disk,
-    "/get_world_size": _plain("GET", "/server_info"),
-    "/abort_requests": _abort_all,
-    "/load_lora_adapter": _same_at("/v1/load_lora_adapter"),
-    "/unload_lora_adapter": _same_at("/v1/unload_lora_adapter"),
-    "/v1/load_lora_adapter": _same_at("/load_lora_adapter"),
-    "/v1/unload_lora_adapter": _same_at("/unload_lora_adapter"),
+    PAUSE: _pause,
+    PAUSE_GENERATION: _pause_generation,
+    RESUME: lambda _: (_post(CONTINUE_GENERATION),),
+    CONTINUE_GENERATION: _plain("POST", RESUME),
+    RESET_PREFIX_CACHE: _plain("POST", FLUSH_CACHE),
+    FLUSH_CACHE: _plain("POST", RESET_PREFIX_CACHE),
+    WEIGHT_INFO: _plain("GET", MODEL_INFO),
+    MODEL_INFO: _plain("GET", WEIGHT_INFO),
+    WEIGHT_CHECKER: _checker(WEIGHTS_CHECKER),
+    WEIGHTS_CHECKER: _checker(WEIGHT_CHECKER),
+    FROM_DISK: _update_from_disk,
+    WORLD_SIZE: _plain("GET", SERVER_INFO),
+    ABORT_REQUESTS: _abort_all,
+    LOAD_ADAPTER: _same_at(V1_LOAD_ADAPTER),
+    UNLOAD_ADAPTER: _same_at(V1_UNLOAD_ADAPTER),
+    V1_LOAD_ADAPTER: _same_at(LOAD_ADAPTER),
+    V1_UNLOAD_ADAPTER: _same_at(UNLOAD_ADAPTER),
 }
 
 

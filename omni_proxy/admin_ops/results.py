@@ -16,6 +16,13 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
+from omni_proxy.admin_ops.engine_paths import (
+    IS_PAUSED,
+    IS_SLEEPING,
+    MODEL_INFO,
+    WEIGHT_CHECKER,
+    WORLD_SIZE,
+)
 from omni_proxy.wire.bounded_json import TooManyValues, read_json, without_lone_surrogates
 from omni_proxy.wire.errors import HttpError
 
@@ -148,7 +155,6 @@ def _sentence(body: object) -> str:
 
 
 FACTS = ("weight_version", "model_path", "load_format")
-MODEL_INFO = "/model_info"
 
 
 def label_reported(body: object, fact: str) -> list[object]:
@@ -207,7 +213,6 @@ def _places(body: object) -> Iterator[dict[str, object]]:
                 yield data
 
 
-WEIGHTS_BY_NAME: Final = "/get_weights_by_name"
 MIXED: Final = "the workers have different values of it"
 
 
@@ -257,7 +262,7 @@ def as_one(path: str, response: AdminResponse, results: Sequence[WorkerResult]) 
     body = {**response.body, **(_agreed(bodies) if same_dialect else {})}
     if (merge := _MERGED.get(path)) is not None:
         body |= merge(bodies)
-    if path == "/weight_checker":
+    if path == WEIGHT_CHECKER:
         checksums = [sums for each in bodies if isinstance(sums := each.get("checksums"), dict)]
         if _differ(checksums):
             top = {"success": False, "status": "error", "message": DIFFERENT_WEIGHTS}
@@ -320,10 +325,10 @@ def _differ(checksums: Sequence[Mapping[str, object]]) -> bool:
 
 
 _MERGED: Final[Mapping[str, Callable[[Sequence[Mapping[str, object]]], dict[str, object]]]] = {
-    "/get_world_size": _world_size,
-    "/is_paused": _all_of("is_paused"),
-    "/is_sleeping": _all_of("is_sleeping"),
-    "/weight_checker": _match,
+    WORLD_SIZE: _world_size,
+    IS_PAUSED: _all_of("is_paused"),
+    IS_SLEEPING: _all_of("is_sleeping"),
+    WEIGHT_CHECKER: _match,
 }
 
 

@@ -18,6 +18,47 @@ from enum import StrEnum
 from typing import Final
 
 from omni_proxy.admin_ops.engine_dialects import EngineCall
+from omni_proxy.admin_ops.engine_paths import (
+    ABORT_REQUEST,
+    ABORT_REQUESTS,
+    BEGIN,
+    COMPLETE,
+    CONTINUE_GENERATION,
+    DESTROY,
+    END,
+    FINISH_UPDATE,
+    FLUSH_CACHE,
+    FROM_DISK,
+    FROM_DISTRIBUTED,
+    FROM_TENSOR,
+    INIT,
+    IS_PAUSED,
+    IS_SLEEPING,
+    LOAD_ADAPTER,
+    MODEL_INFO,
+    PAUSE,
+    PAUSE_GENERATION,
+    PREPARE,
+    RESET_PREFIX_CACHE,
+    RESUME,
+    RPC_ALL,
+    SLEEP,
+    START_DRAFT_UPDATE,
+    START_UPDATE,
+    TRANSFER_INIT,
+    TRANSFER_SHUTDOWN,
+    UNLOAD_ADAPTER,
+    UPDATE_VERSION,
+    UPDATE_WEIGHTS,
+    V1_LOAD_ADAPTER,
+    V1_UNLOAD_ADAPTER,
+    WAKE_UP,
+    WEIGHT_CHECKER,
+    WEIGHT_INFO,
+    WEIGHTS_BY_NAME,
+    WEIGHTS_CHECKER,
+    WORLD_SIZE,
+)
 from omni_proxy.config.problem import ConfigError, Problem
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.cordon_reasons import PAUSED, UPDATING
@@ -75,30 +116,6 @@ class AdminRoute:
         return self.path.removeprefix("/")
 
 
-INIT: Final = "/init_weights_update_group"
-PREPARE: Final = "/prepare_weights_update"
-COMPLETE: Final = "/complete_weights_update"
-DESTROY: Final = "/destroy_weights_update_group"
-END: Final = "/end_weight_update"
-FROM_DISTRIBUTED: Final = "/update_weights_from_distributed"
-FROM_TENSOR: Final = "/update_weights_from_tensor"
-MODEL_INFO: Final = "/model_info"
-PAUSE: Final = "/pause"
-SLEEP: Final = "/sleep"
-WAKE_UP: Final = "/wake_up"
-IS_PAUSED: Final = "/is_paused"
-IS_SLEEPING: Final = "/is_sleeping"
-WORLD_SIZE: Final = "/get_world_size"
-WEIGHT_INFO: Final = "/weight_info"
-WEIGHT_CHECKER: Final = "/weight_checker"
-TRANSFER_INIT: Final = "/init_weight_transfer_engine"
-TRANSFER_SHUTDOWN: Final = "/shutdown_weight_transfer_engine"
-START_UPDATE: Final = "/start_weight_update"
-START_DRAFT_UPDATE: Final = "/start_draft_weight_update"
-UPDATE_WEIGHTS: Final = "/update_weights"
-FINISH_UPDATE: Final = "/finish_weight_update"
-RPC_ALL: Final = "/collective_rpc"
-UPDATE_VERSION: Final = "/update_weight_version"
 TRANSFER: Final = (TRANSFER_INIT, START_UPDATE, START_DRAFT_UPDATE, UPDATE_WEIGHTS, FINISH_UPDATE,
                    TRANSFER_SHUTDOWN)  # fmt: skip
 _READ: Final = ("GET", "POST")
@@ -106,20 +123,20 @@ _READ: Final = ("GET", "POST")
 # SGLang's dialect, then vLLM's: a fleet accepts both (`engine_dialects.py`).
 ROUTES: Final = (
     AdminRoute(MODEL_INFO, Kind.READ, _READ),
-    AdminRoute("/weights_checker", Kind.READ, _READ),
-    AdminRoute("/get_weights_by_name", Kind.READ, _READ),
-    AdminRoute("/flush_cache", Kind.FLUSH, _READ),
+    AdminRoute(WEIGHTS_CHECKER, Kind.READ, _READ),
+    AdminRoute(WEIGHTS_BY_NAME, Kind.READ, _READ),
+    AdminRoute(FLUSH_CACHE, Kind.FLUSH, _READ),
     AdminRoute("/start_profile", Kind.PLAIN),
     AdminRoute("/stop_profile", Kind.PLAIN),
-    AdminRoute("/continue_generation", Kind.CONTINUE),
-    AdminRoute("/pause_generation", Kind.PAUSE),
+    AdminRoute(CONTINUE_GENERATION, Kind.CONTINUE),
+    AdminRoute(PAUSE_GENERATION, Kind.PAUSE),
     AdminRoute(INIT, Kind.GROUP),
     AdminRoute(PREPARE, Kind.GROUP),
     AdminRoute(COMPLETE, Kind.UPDATE, receives=True),
     AdminRoute(DESTROY, Kind.GROUP),
-    AdminRoute("/begin_weight_update", Kind.GROUP),
+    AdminRoute(BEGIN, Kind.GROUP),
     AdminRoute(END, Kind.UPDATE, receives=True),
-    AdminRoute("/update_weights_from_disk", Kind.UPDATE, whole=True),
+    AdminRoute(FROM_DISK, Kind.UPDATE, whole=True),
     AdminRoute(FROM_DISTRIBUTED, Kind.UPDATE, receives=True),
     AdminRoute(FROM_TENSOR, Kind.UPDATE, receives=True),
     AdminRoute(UPDATE_VERSION, Kind.UPDATE, labels=True),
@@ -127,7 +144,7 @@ ROUTES: Final = (
         replace(route, one_engine=True)
         for route in (
             AdminRoute(PAUSE, Kind.PAUSE),
-            AdminRoute("/resume", Kind.CONTINUE),
+            AdminRoute(RESUME, Kind.CONTINUE),
             AdminRoute(IS_PAUSED, Kind.READ, ("GET",)),
             AdminRoute(SLEEP, Kind.PAUSE),
             AdminRoute(WAKE_UP, Kind.CONTINUE),
@@ -141,12 +158,12 @@ ROUTES: Final = (
             AdminRoute(TRANSFER_SHUTDOWN, Kind.GROUP),
             AdminRoute(WEIGHT_INFO, Kind.READ, ("GET",)),
             AdminRoute(WEIGHT_CHECKER, Kind.READ),
-            AdminRoute("/reset_prefix_cache", Kind.FLUSH),
+            AdminRoute(RESET_PREFIX_CACHE, Kind.FLUSH),
             AdminRoute(RPC_ALL, Kind.GROUP),
-            AdminRoute("/load_lora_adapter", Kind.GROUP),
-            AdminRoute("/unload_lora_adapter", Kind.GROUP),
-            AdminRoute("/v1/load_lora_adapter", Kind.GROUP),
-            AdminRoute("/v1/unload_lora_adapter", Kind.GROUP),
+            AdminRoute(LOAD_ADAPTER, Kind.GROUP),
+            AdminRoute(UNLOAD_ADAPTER, Kind.GROUP),
+            AdminRoute(V1_LOAD_ADAPTER, Kind.GROUP),
+            AdminRoute(V1_UNLOAD_ADAPTER, Kind.GROUP),
         )
     ),
 )
@@ -156,12 +173,12 @@ ROLLBACK: Final = AdminRoute("/weights/rollback", Kind.UPDATE, whole=True)
 ROLLOUT: Final = AdminRoute("/weights/rollout", Kind.UPDATE, whole=True)
 STEER_ROLLOUT: Final = tuple(f"{ROLLOUT.path}/{step}" for step in ("pause", "resume", "cancel"))
 ABORT_SYNC: Final = "/weights/sync/abort"
-ABORTS: Final = ("/abort_request", "/abort_requests")  # SGLang's and vLLM's: `abort_requests.py`
+ABORTS: Final = (ABORT_REQUEST, ABORT_REQUESTS)  # SGLang's and vLLM's: `abort_requests.py`
 # Refusals of these have `success`, `message` and `status` at the top level, too.
 TOPPED: Final = frozenset(
     (*BY_PATH, *RESOLVES, ROLLBACK.path, ROLLOUT.path, *STEER_ROLLOUT, ABORT_SYNC, *ABORTS)
 )
-CONTINUE: Final = BY_PATH["/continue_generation"]
+CONTINUE: Final = BY_PATH[CONTINUE_GENERATION]
 # All other routes of the admin API: paths, and prefixes (`_BELOW`).
 _PATHS: Final = frozenset(
     (

@@ -17,6 +17,7 @@ from typing import Final, TypeAlias
 
 import trio
 
+from omni_proxy.admin_ops.engine_paths import SERVER_INFO_PATHS
 from omni_proxy.backoff import Backoff
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
@@ -39,7 +40,7 @@ class EnginePage:
 
 # An engine's first response may take long.
 SERVER_INFO: Final = EnginePage(
-    ("/server_info?config_format=json", "/get_server_info"), 15.0, 8 * 1024 * 1024
+    (f"{SERVER_INFO_PATHS[0]}?config_format=json", SERVER_INFO_PATHS[1]), 15.0, 8 * 1024 * 1024
 )
 METRICS: Final = EnginePage(("/metrics",), 15.0, 8 * 1024 * 1024)
 MODELS: Final = EnginePage(("/v1/models",), 5.0, 4 * 1024 * 1024)

@@ -26,6 +26,7 @@ import httpx
 import trio
 
 from omni_proxy import __version__
+from omni_proxy.admin_ops.engine_paths import FLUSH_CACHE, RESET_PREFIX_CACHE
 from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.system.tls_contexts import client_context
@@ -317,7 +318,7 @@ async def _send(worker: Worker, call: Call) -> tuple[int, bytes | None, str]:
     return response.status_code, body, response.headers.get("content-type", "")
 
 
-FLUSH_PATHS: Final = ("/flush_cache", "/reset_prefix_cache")  # SGLang's, vLLM's
+FLUSH_PATHS: Final = (FLUSH_CACHE, RESET_PREFIX_CACHE)  # SGLang's, vLLM's
 _JSON: Final = {"content-type": "application/json"}
 _TOKEN: Final = {"max_tokens": 1, "temperature": 0}
 

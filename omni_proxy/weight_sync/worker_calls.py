@@ -15,7 +15,8 @@ from typing import Final
 
 import trio
 
-from omni_proxy.admin_ops.engine_dialects import EngineCall, translate
+from omni_proxy.admin_ops.engine_dialects import CHECKSUM, EngineCall, translate
+from omni_proxy.admin_ops.engine_paths import MODEL_INFO_PATHS, WEIGHTS_CHECKER
 from omni_proxy.admin_ops.results import WorkerResult, parsed, version_of
 from omni_proxy.admin_ops.routes import CONTINUE, AdminRoute
 from omni_proxy.fleet.worker import Worker
@@ -154,9 +155,6 @@ def limit_secs(configured: float) -> float:
 # Labels and checksums
 
 LABEL_SECS: Final = 30.0
-# /get_model_info needs no key and exists in older SGLang engines.
-LABEL_PATHS: Final = ("/model_info", "/get_model_info")
-CHECKSUM: Final = b'{"action": "checksum"}'
 
 
 async def read_labels(
@@ -165,7 +163,7 @@ async def read_labels(
     """The weight version that each worker reports; None if it reports none."""
     labels: dict[Worker, str | None] = dict.fromkeys(workers)
     remaining = list(workers)
-    for path in LABEL_PATHS:
+    for path in MODEL_INFO_PATHS:
         call = Call("GET", path, headers=headers, timeout_secs=LABEL_SECS)
         results = await call_all(remaining, call)
         for worker, result in zip(remaining, results, strict=True):
@@ -177,7 +175,7 @@ async def read_labels(
 
 async def read_label(worker: Worker) -> tuple[str | None, bool]:
     """The weight version, and whether the worker answered; if not, it may answer later."""
-    for path in LABEL_PATHS:
+    for path in MODEL_INFO_PATHS:
         (result,) = await call_all([worker], Call("GET", path, timeout_secs=LABEL_SECS))
         if not result.refused:
             return (version_of(result.body), True) if result.success else (None, False)
@@ -189,7 +187,7 @@ async def request_checksums(
 ) -> list[WorkerResult]:
     call = Call(
         "POST",
-        "/weights_checker",
+        WEIGHTS_CHECKER,
         CHECKSUM,
         headers={**headers, **JSON_TYPE},
         timeout_secs=timeout_secs,

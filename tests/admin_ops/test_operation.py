@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from omni_proxy.admin_ops.engine_paths import INIT
 from omni_proxy.admin_ops.operation import Operation, Step, WorkerOutcome, worker_dispositions
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.admin_ops.routes import BY_PATH, INIT, ROUTES, Kind
+from omni_proxy.admin_ops.routes import BY_PATH, ROUTES, Kind
 
 APPLY = ("/end_weight_update", "/complete_weights_update", "/finish_weight_update")
 KINDS = st.sampled_from(("ok", "denied", "4xx", "5xx", "lost"))

@@ -22,6 +22,19 @@ from uuid import uuid4
 
 import trio
 
+from omni_proxy.admin_ops.engine_dialects import CHECKSUM
+from omni_proxy.admin_ops.engine_paths import (
+    BEGIN,
+    CONTINUE_GENERATION,
+    DESTROY,
+    END,
+    FROM_DISK,
+    FROM_DISTRIBUTED,
+    INIT,
+    PAUSE_GENERATION,
+    SERVER_INFO,
+    WEIGHTS_CHECKER,
+)
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.fleet.worker import Worker
@@ -37,7 +50,7 @@ from omni_proxy.weight_sync.store.manifest import (
 )
 from omni_proxy.weight_sync.store.recovery import read_header_rows
 from omni_proxy.weight_sync.store.service import StoreService
-from omni_proxy.weight_sync.worker_calls import CHECKSUM, limit_secs, post_json, request_worker
+from omni_proxy.weight_sync.worker_calls import limit_secs, post_json, request_worker
 
 NO_LIMIT_SECS: Final = 86400.0  # for a timeout that is off: torch requires a number
 
@@ -68,7 +81,6 @@ class BlockingCalls:
         )
 
 
-DISK: Final = "/update_weights_from_disk"
 # Parts of errors of workers that can't read a path, or that don't load weights from disk.
 UNSEEN_MESSAGES: Final = (
     "does not exist",
@@ -152,26 +164,24 @@ class _WorkerDelivery:
     options: DeliveryOptions
 
     async def deliver_to(self, worker: Worker) -> WorkerResult:
-        pause = await self._call(worker, "/pause_generation", {"mode": "retract"})
+        pause = await self._call(worker, PAUSE_GENERATION, {"mode": "retract"})
         if not pause.success and pause.status not in ROUTE_ABSENT:
             return replace(pause, error=pause.error or f"it could not be paused: {pause.reason}")
         result = await self._update(worker)
         if worker.url not in self.options.paused and pause.success:
-            resumed = await self._call(worker, "/continue_generation", {})
+            resumed = await self._call(worker, CONTINUE_GENERATION, {})
             if result.success and not resumed.success:
                 return replace(resumed, error=f"it stays paused: {resumed.reason}")
         return result
 
     async def prove(self, worker: Worker) -> WorkerProof:
-        return compare_checksums(
-            await self._post(worker, "/weights_checker", CHECKSUM), self.version
-        )
+        return compare_checksums(await self._post(worker, WEIGHTS_CHECKER, CHECKSUM), self.version)
 
     async def _update(self, worker: Worker) -> WorkerResult:
         body = self._body()
         method, result = "disk", None
         if is_local_address(worker.address):
-            result = await self._call(worker, DISK, self._disk_body(body))
+            result = await self._call(worker, FROM_DISK, self._disk_body(body))
         if result is None or _cannot_see_files(result):
             method = "group"
             result = await self.sender.send(self.version, worker, body, self.options.headers)
@@ -240,11 +250,6 @@ def _with_fields(result: WorkerResult, more: Mapping[str, object]) -> WorkerResu
     return replace(result, body={**body, **more})
 
 
-INIT: Final = "/init_weights_update_group"
-UPDATE: Final = "/update_weights_from_distributed"
-DESTROY: Final = "/destroy_weights_update_group"
-BEGIN: Final = "/begin_weight_update"
-END: Final = "/end_weight_update"
 CALL_TIMEOUT_SECS: Final = 10.0
 # Time for the worker to report its error after the proxy's part of a step failed.
 REASON_SECS: Final = 2.0
@@ -347,7 +352,7 @@ class ProcessGroupSender:
                 sending = await self._threads.run("post", sender.send, bucket.plans, bucket.region)
                 await self._threads.run("send", sending.wait, secs)
 
-            result = await _run_both(receiver, UPDATE, order, send_bucket)
+            result = await _run_both(receiver, FROM_DISTRIBUTED, order, send_bucket)
             if not result.success:
                 return result
         assert result is not None
@@ -368,7 +373,7 @@ class _Receiver:
 
     async def read_ranks(self) -> int | WorkerResult:
         """The worker's rank count in a group, or the failed result of the request for it."""
-        call = Call("GET", "/server_info", b"", self.headers, CALL_TIMEOUT_SECS)
+        call = Call("GET", SERVER_INFO, b"", self.headers, CALL_TIMEOUT_SECS)
         result = await request_worker(self.worker, call)
         ranks = result.body.get("tp_size") if isinstance(result.body, dict) else None
         if result.status in ROUTE_ABSENT or (result.success and ranks is None):

@@ -17,6 +17,14 @@ from uuid import uuid4
 
 import trio
 
+from omni_proxy.admin_ops.engine_paths import (
+    INIT,
+    IS_PAUSED,
+    IS_SLEEPING,
+    MODEL_INFO,
+    TRANSFER_INIT,
+    WEIGHT_INFO,
+)
 from omni_proxy.admin_ops.operation import Operation, Step
 from omni_proxy.admin_ops.results import (
     AdminResponse,
@@ -26,19 +34,7 @@ from omni_proxy.admin_ops.results import (
     merge_model_info,
     version_of,
 )
-from omni_proxy.admin_ops.routes import (
-    CONTINUE,
-    INIT,
-    IS_PAUSED,
-    IS_SLEEPING,
-    MODEL_INFO,
-    ROLLBACK,
-    TRANSFER_INIT,
-    WEIGHT_INFO,
-    AdminRoute,
-    Kind,
-    variant_of,
-)
+from omni_proxy.admin_ops.routes import CONTINUE, ROLLBACK, AdminRoute, Kind, variant_of
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.cordon_reasons import CATCHING_UP, PAUSED
 from omni_proxy.fleet.health_state import Health

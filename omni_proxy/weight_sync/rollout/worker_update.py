@@ -18,10 +18,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from omni_proxy.admin_ops.engine_paths import (
+    FROM_DISK,
+    MODEL_INFO_PATHS,
+    RPC_ALL,
+    UPDATE_VERSION,
+    WEIGHT_INFO,
+)
 from omni_proxy.admin_ops.results import WorkerResult, label_reported, version_of
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, flush_cache, generate_token
-from omni_proxy.weight_sync.delivery.deliver import DISK, DeliveryOptions, VersionDeliverer
+from omni_proxy.weight_sync.delivery.deliver import DeliveryOptions, VersionDeliverer
 from omni_proxy.weight_sync.protocol.checksum_agreement import (
     Digest,
     compare_digests,
@@ -39,10 +46,6 @@ from omni_proxy.weight_sync.worker_calls import (
 
 BY_DISK: Final = "disk"
 BY_RPC: Final = "collective_rpc"
-INFO_PATHS: Final = ("/model_info", "/get_model_info")
-WEIGHT_INFO: Final = "/weight_info"
-RPC: Final = "/collective_rpc"
-SET_LABEL: Final = "/update_weight_version"
 # Errors of a vLLM server that lacks the call, so its weights are unchanged.
 _UNKNOWN_CALL: Final = ("unexpected keyword argument", "has no attribute 'reload_weights'")
 
@@ -81,7 +84,7 @@ class UpdateSettings:
 
 async def inspect(worker: Worker, headers: Mapping[str, str]) -> EngineFacts:
     """Detect the dialect, and read label and path. Raises CannotUpdate."""
-    for path in INFO_PATHS:
+    for path in MODEL_INFO_PATHS:
         result = await _get(worker, path, headers)
         if result.sent_to:
             continue  # it replied in vLLM's dialect, which is used below
@@ -117,7 +120,7 @@ class WorkerUpdater:
         body = {"model_path": source.path, "weight_version": source.label, "flush_cache": True}
         if source.load_format:
             body["load_format"] = source.load_format
-        return await _post(worker, DISK, body, settings)
+        return await _post(worker, FROM_DISK, body, settings)
 
     async def _deliver(
         self, worker: Worker, source: WeightSource, version: StoredVersion, settings: UpdateSettings
@@ -173,7 +176,7 @@ async def warm_up(worker: Worker, settings: UpdateSettings) -> str:
 async def _reload(worker: Worker, source: WeightSource, settings: UpdateSettings) -> WorkerResult:
     """vLLM: load the path on every rank in place, flush the cache, set the label."""
     call = {"method": "reload_weights", "kwargs": {"weights_path": source.path}}
-    loaded = await _post(worker, RPC, call, settings)
+    loaded = await _post(worker, RPC_ALL, call, settings)
     if not loaded.success:
         if any(phrase in loaded.reason for phrase in _UNKNOWN_CALL):
             reason = f"it can't reload weights from a path: {loaded.reason}"
@@ -183,7 +186,7 @@ async def _reload(worker: Worker, source: WeightSource, settings: UpdateSettings
     if not flushed.ok:
         message = f"weights were updated, but the prefix cache was not flushed: {flushed.failure}"
         return replace(loaded, status=502, body={"success": False, "message": message})
-    labelled = await _post(worker, SET_LABEL, {"new_version": source.label}, settings)
+    labelled = await _post(worker, UPDATE_VERSION, {"new_version": source.label}, settings)
     if not labelled.success:
         message = f"weights were updated, but not their label: {labelled.reason}"
         return replace(loaded, status=502, body={"success": False, "message": message})

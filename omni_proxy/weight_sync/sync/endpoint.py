@@ -14,8 +14,7 @@ from typing import Any, Final, TypeVar
 
 import trio
 
-from omni_proxy.admin_ops.results import AdminResponse
-from omni_proxy.admin_ops.routes import (
+from omni_proxy.admin_ops.engine_paths import (
     COMPLETE,
     DESTROY,
     END,
@@ -25,13 +24,12 @@ from omni_proxy.admin_ops.routes import (
     PREPARE,
     START_DRAFT_UPDATE,
     START_UPDATE,
-    TRANSFER,
     TRANSFER_INIT,
     TRANSFER_SHUTDOWN,
     UPDATE_WEIGHTS,
-    AdminRoute,
-    Kind,
 )
+from omni_proxy.admin_ops.results import AdminResponse
+from omni_proxy.admin_ops.routes import TRANSFER, AdminRoute, Kind
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.weight_sync.delivery.service import VersionService

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
+from omni_proxy.admin_ops.engine_paths import ABORT_REQUESTS, RESUME, START_UPDATE
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.admin_ops.routes import START_UPDATE
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import Call
@@ -67,7 +67,7 @@ class OwnPauses:
         if not paused:
             return
         await abort_all([w for w in paused if w.url in self._journal.uncertain], headers)
-        results = await self._call_engines(paused, "/resume", headers)
+        results = await self._call_engines(paused, RESUME, headers)
         # An engine that did not answer is called again after the next update.
         ended = [r.worker for r in results if r.status is not None or r.error == REFUSED]
         self._journal.forget_pauses(ended)
@@ -87,7 +87,7 @@ class OwnPauses:
 async def abort_all(workers: Sequence[Worker], headers: Mapping[str, str]) -> None:
     """Abort all requests; clients get the output so far with the finish reason `abort`."""
     headers = {**headers, **JSON_TYPE}
-    call = Call("POST", "/abort_requests", b"{}", headers, timeout_secs=CALL_SECS)
+    call = Call("POST", ABORT_REQUESTS, b"{}", headers, timeout_secs=CALL_SECS)
     await call_all(workers, call)
 
 

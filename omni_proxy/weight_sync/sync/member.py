@@ -18,14 +18,20 @@ from typing import Any, Final, Protocol
 
 import trio
 
-from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.admin_ops.routes import (
+from omni_proxy.admin_ops.engine_paths import (
+    COMPLETE,
+    DESTROY,
     FINISH_UPDATE,
+    FROM_DISTRIBUTED,
+    INIT,
+    PREPARE,
+    SERVER_INFO,
     START_DRAFT_UPDATE,
     START_UPDATE,
     TRANSFER_INIT,
     TRANSFER_SHUTDOWN,
 )
+from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker
 from omni_proxy.weight_sync.protocol.member_reports import (
@@ -37,7 +43,6 @@ from omni_proxy.weight_sync.protocol.rank_layout import RankRange
 from omni_proxy.weight_sync.protocol.requests import TransferInit, TransferUpdate
 from omni_proxy.weight_sync.worker_calls import post_json
 
-INIT_PATH: Final = "/init_weights_update_group"
 PROGRESS_TIMEOUT_SECS: Final = 2.0
 
 
@@ -86,25 +91,25 @@ class WorkerMember:
         self, body: Mapping[str, Any], rank_offset: int, world_size: int
     ) -> WorkerResult:
         body = {**body, "rank_offset": rank_offset, "world_size": world_size}
-        return await self.call(INIT_PATH, json.dumps(body).encode())
+        return await self.call(INIT, json.dumps(body).encode())
 
     async def prepare(self, body: bytes) -> WorkerResult:
-        return await self.call("/prepare_weights_update", body)
+        return await self.call(PREPARE, body)
 
     async def complete(self, body: bytes) -> WorkerResult:
-        return await self.call("/complete_weights_update", body)
+        return await self.call(COMPLETE, body)
 
     async def update(self, body: bytes) -> WorkerResult:
-        return await self.call("/update_weights_from_distributed", body)
+        return await self.call(FROM_DISTRIBUTED, body)
 
     async def destroy(self, body: bytes) -> WorkerResult:
-        return await self.call("/destroy_weights_update_group", body)
+        return await self.call(DESTROY, body)
 
     async def call(self, path: str, body: bytes) -> WorkerResult:
         return await post_json(self.worker, path, body, self.headers, inf)
 
     async def read_progress(self) -> ReceiveProgress | None:
-        call = Call("GET", "/server_info", headers=self.headers, timeout_secs=PROGRESS_TIMEOUT_SECS)
+        call = Call("GET", SERVER_INFO, headers=self.headers, timeout_secs=PROGRESS_TIMEOUT_SECS)
         result = await call_worker(self.worker, call)
         return parse_progress(result.json()) if result.ok else None
 

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 
 import trio
 
+from omni_proxy.admin_ops.engine_paths import SERVER_INFO_PATHS
 from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, as_one
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, broadcast
@@ -280,7 +281,7 @@ class SyncSteps:
         secs = self._lifecycle.config_store.config.health.timeout_secs
         ranks: dict[Worker, int] = {}
         remaining = list(workers)
-        for path in ("/server_info", "/get_server_info"):
+        for path in SERVER_INFO_PATHS:
             call = Call("GET", path, headers=headers, timeout_secs=secs)
             results = await broadcast(remaining, call)
             for result in results:

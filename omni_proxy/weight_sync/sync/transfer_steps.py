@@ -13,13 +13,13 @@ from typing import Final
 
 import trio
 
-from omni_proxy.admin_ops.results import AdminResponse, WorkerResult
-from omni_proxy.admin_ops.routes import (
+from omni_proxy.admin_ops.engine_paths import (
     START_DRAFT_UPDATE,
     TRANSFER_INIT,
     UPDATE_WEIGHTS,
     WORLD_SIZE,
 )
+from omni_proxy.admin_ops.results import AdminResponse, WorkerResult
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import Call
 from omni_proxy.weight_sync.protocol.rank_layout import RankRange, assign_ranks

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from omni_proxy.admin_ops.engine_paths import SERVER_INFO
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.cordon_reasons import UPDATING
 from omni_proxy.fleet.registry import Fleet
@@ -199,7 +200,7 @@ async def read_instances(
     workers: Sequence[Worker], headers: Mapping[str, str]
 ) -> dict[Worker, str]:
     """The process instance that each worker reports; "" if it reports none."""
-    call = Call("GET", "/server_info", headers=headers, timeout_secs=INSTANCE_TIMEOUT_SECS)
+    call = Call("GET", SERVER_INFO, headers=headers, timeout_secs=INSTANCE_TIMEOUT_SECS)
     results = await broadcast(workers, call)
     return {
         result.worker: _parse_instance(result.json()) if result.ok else "" for result in results

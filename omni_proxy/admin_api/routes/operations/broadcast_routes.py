@@ -22,16 +22,9 @@ from omni_proxy.admin_api.responses import bad_request, body_bytes, json_respons
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_ops import results
 from omni_proxy.admin_ops.engine_dialects import with_defaults
+from omni_proxy.admin_ops.engine_paths import FROM_DISTRIBUTED, FROM_TENSOR, WEIGHTS_BY_NAME
 from omni_proxy.admin_ops.results import AdminResponse
-from omni_proxy.admin_ops.routes import (
-    FROM_DISTRIBUTED,
-    FROM_TENSOR,
-    READ_METHODS,
-    ROUTES,
-    TOPPED,
-    AdminRoute,
-    control_route,
-)
+from omni_proxy.admin_ops.routes import READ_METHODS, ROUTES, TOPPED, AdminRoute, control_route
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.weight_sync.worker_calls import AdminCall
@@ -109,7 +102,7 @@ class BroadcastRoutes:
             reply = await self._weight_operations.submit(await self.call(route))
             if route.path in ADAPTER_ROUTES:
                 await self._refresh_adapters()
-            if route.path == results.WEIGHTS_BY_NAME:
+            if route.path == WEIGHTS_BY_NAME:
                 return json_response(*results.merge_weights_by_name(reply), dict(reply.headers))
             return shown(reply)
 
