@@ -26,6 +26,7 @@ from omni_proxy.config.state import (
     render_state,
 )
 from omni_proxy.config.url import normalize_url
+from omni_proxy.wire.bounded_json import MALFORMED
 
 Value = TypeVar("Value")
 
@@ -68,7 +69,7 @@ def decode_change(payload: bytes) -> WorkerChange | None:
     """Decode a change; None if this release can't, or if a saved state can't have it."""
     try:
         change = _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except MALFORMED:
         return None
     return change if _is_allowed(change) else None
 

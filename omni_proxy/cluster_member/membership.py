@@ -27,6 +27,7 @@ from msgspec import Struct
 
 from omni_proxy.cluster.operation_lease import READ_MEMBERS
 from omni_proxy.cluster_member.store_connection import Command, RedisConnection, StoreError
+from omni_proxy.wire.bounded_json import MALFORMED
 
 _log = logging.getLogger(__name__)
 
@@ -304,14 +305,14 @@ async def read_message(
 def _decode_call(payload: bytes) -> MemberCall:
     try:
         return msgspec.msgpack.decode(payload, type=MemberCall)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except MALFORMED:
         raise CallError("it can't be read") from None
 
 
 def _decode_reply(payload: bytes) -> tuple[bool, list[bytes]]:
     try:
         return msgspec.msgpack.decode(payload, type=tuple[bool, list[bytes]])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except MALFORMED:
         raise CallError("it can't be read") from None
 
 

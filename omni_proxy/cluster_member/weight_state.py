@@ -20,6 +20,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 from omni_proxy.weight_sync.protocol.published_version import Epoch, PublishedVersion
 from omni_proxy.weight_sync.state_journal import StateJournal
+from omni_proxy.wire.bounded_json import MALFORMED
 
 
 class WeightState(Struct, frozen=True, kw_only=True):
@@ -55,7 +56,7 @@ def decode_state(payload: bytes) -> WeightState | None:
     """Decode a state; None if this release can't."""
     try:
         return _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except MALFORMED:
         return None
 
 

@@ -52,7 +52,7 @@ from omni_proxy.routing.routes import (
     match_route,
 )
 from omni_proxy.routing.weighted_split import AliasRequirement
-from omni_proxy.wire.bounded_json import TooManyValues
+from omni_proxy.wire.bounded_json import MALFORMED, TooManyValues
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead, parse_request_head
 
@@ -111,7 +111,7 @@ def read_selection(body: bytes) -> Selection:
     """Parse the body. Raises HttpError 400 with the key that is wrong."""
     try:
         asked = _decode(body or b"{}")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TooManyValues) as error:
+    except (*MALFORMED, TooManyValues) as error:
         raise _bad(f"the body is not a selection: {error}", "invalid_json") from None
     lease = asked.lease_secs
     if lease is not None and not (isfinite(lease) and 0 < lease <= MAX_LEASE_SECS):

@@ -25,6 +25,7 @@ from omni_proxy.fleet.worker import ReportedRole, Worker
 from omni_proxy.launch.child_process import ReplicaRecord
 from omni_proxy.multiprocess.shared_memory.sessions import SharedRows
 from omni_proxy.picker.reservations import ReservationRecord
+from omni_proxy.wire.bounded_json import MALFORMED
 
 FORMATS: Final = (1, 3)  # formats that this program reads and writes
 WITH_TREES: Final = 3
@@ -147,7 +148,7 @@ def decode(text: bytes) -> Message:
     """Raises UnreadableMessage."""
     try:
         return _decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise UnreadableMessage(str(error)) from None
 
 

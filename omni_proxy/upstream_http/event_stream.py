@@ -12,6 +12,8 @@ from typing import Final
 
 import msgspec
 
+from omni_proxy.wire.bounded_json import MALFORMED
+
 DONE: Final = b"[DONE]"
 MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
 MAX_TOKENS: Final = 2**53  # a larger token count in a response is ignored
@@ -101,7 +103,7 @@ def read_chunk(data: bytes) -> AnswerChunk:
         return AnswerChunk(finished=bool(data.strip()))
     try:
         event = _decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except MALFORMED:
         raise EventStreamError("an event is not JSON") from None
     if not isinstance(event, dict):
         raise EventStreamError("an event is no JSON object")

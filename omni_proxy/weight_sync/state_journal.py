@@ -43,6 +43,7 @@ from omni_proxy.weight_sync.protocol.published_version import (
     TargetVersion,
 )
 from omni_proxy.weight_sync.protocol.rollout_state_machine import RolloutState
+from omni_proxy.wire.bounded_json import MALFORMED
 
 
 def folder_for(state_file: Path | None, config: Config, environ: Mapping[str, str]) -> Path:
@@ -94,7 +95,7 @@ class JournalFile:
             return msgspec.json.decode(self._epoch_path.read_bytes(), type=PublishedVersion)
         except FileNotFoundError:
             return PublishedVersion(0, None)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        except (OSError, *MALFORMED):
             # The epoch must never decrease; the time in seconds exceeds any count of updates.
             return PublishedVersion(int(time.time()), None)
 

@@ -19,6 +19,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from omni_proxy.wire.bounded_json import MALFORMED
+
 LOAD_NAME: Final = b"endpoint-load-metrics"
 LOAD_FORMAT_NAME: Final = b"endpoint-load-metrics-format"
 LOAD_FORMAT_LINE: Final = LOAD_FORMAT_NAME + b": JSON\r\n"
@@ -107,7 +109,7 @@ def load_of_header(value: bytes) -> LoadReport:
             return NO_REPORT
     try:
         named = _decode(text).named_metrics
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except MALFORMED:
         return NO_REPORT
     return _report(named.num_requests_waiting, named.kv_cache_usage_perc)
 

@@ -64,6 +64,8 @@ def test_a_change_survives_its_encoding(state, url):
 
 def test_an_undecodable_change_is_none():
     assert decode_change(b"\xc1") is None
+    nested = b"\x81\xa1x" + b"\x91" * 100_000 + b"\x90"  # in a field of a newer release
+    assert decode_change(nested) is None
     for value in (b"", b"x:", b"-1:", b"1" * 5000 + b":"):
         assert split_stored(value) == (0, None)
 

@@ -141,6 +141,7 @@ def error_event_of(broken):
             "the worker answered 429: busy",
         ),
         (counted(b"{}"), "the worker answered 200: {}"),
+        (counted(b"[" * 100_000, status="500 Internal"), f"the worker answered 500: {'[' * 500}"),
         (counted(EVENT, SSE, "content-encoding: gzip"), "the worker answered 200: data: one\n\n"),
     ],
 )

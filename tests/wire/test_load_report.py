@@ -53,6 +53,7 @@ NAMED = {"named_metrics": {"kv_cache_usage_perc": 0.5, "num_requests_waiting": 3
         (b"JSON", NO_REPORT),
         (b"TEXT named_metrics.kv_cache_usage_perc=nan", NO_REPORT),
         (b"BIN AAAA", NO_REPORT),
+        (b'JSON {"x": ' + b"[" * 2000 + b"]" * 2000 + b"}", NO_REPORT),  # nested too deeply
         (b"", NO_REPORT),
     ],
 )

@@ -19,7 +19,7 @@ from omni_proxy.dataplane.request_trace import (
     has_state_alone,
     traceparent_index,
 )
-from omni_proxy.routing.inspect.body_fields import ABSENT, MALFORMED, BodyFields, decode_body
+from omni_proxy.routing.inspect.body_fields import ABSENT, BodyFields, decode_body
 from omni_proxy.routing.inspect.plain_body import READS_BODIES
 from omni_proxy.routing.inspect.requirements import has_json_body
 from omni_proxy.routing.pinning import SPEECH_TRAFFIC, may_name_rank
@@ -31,6 +31,7 @@ from omni_proxy.routing.routes import (
     match_configured,
     match_route,
 )
+from omni_proxy.wire.bounded_json import MALFORMED
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.head_caching.lru import LruCache
 from omni_proxy.wire.head_caching.request_heads import TEMPLATES

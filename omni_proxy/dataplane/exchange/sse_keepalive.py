@@ -19,6 +19,7 @@ from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, Readable, pause
 from omni_proxy.dataplane.upstream.pool import ResponseStart
 from omni_proxy.wire.aborted_reply import AbortedReply
+from omni_proxy.wire.bounded_json import MALFORMED
 from omni_proxy.wire.chunked import LAST_CHUNK, encode_chunk
 from omni_proxy.wire.errors import HttpError, error_body
 from omni_proxy.wire.forwarded import field_value
@@ -177,7 +178,7 @@ def _as_error(status: int, body: bytes) -> bytes:
     """The worker's own error if it has the usual shape, else a new one."""
     try:
         error: Any = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except MALFORMED:
         error = None
     if isinstance(error, dict) and "error" in error:
         return msgspec.json.encode(error)

@@ -25,6 +25,7 @@ from omni_proxy.config.fields import Role
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.prefix_tree import ROOT, PrefixTree, TreeColumns
+from omni_proxy.wire.bounded_json import MALFORMED
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ def read_trees(
         raise UnreadableTree("its end is missing")
     try:
         records = msgspec.json.decode(data[start:end], type=tuple[TreeRecord, ...])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise UnreadableTree(str(error)) from None
     trees: dict[Role, PrefixTree[Worker]] = {}
     at = 0

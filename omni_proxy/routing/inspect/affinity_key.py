@@ -18,6 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from omni_proxy.config.schema import Config
+from omni_proxy.wire.bounded_json import MALFORMED
 
 MAX_KEY_BYTES: Final = 256  # longer values are hashed, so that huge cookies take no memory
 MAX_BODY_BYTES: Final = 8 * 1024 * 1024  # parsing more would delay all other requests
@@ -26,7 +27,6 @@ MAX_NON_STANDARD_BODY_BYTES: Final = (
 )  # for bodies that only Python's JSON reader accepts
 _KEY_HEADERS: Final = ("authorization", "x-api-key")
 _ABSENT: Final = msgspec.Raw()
-_MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _decode_value: Final = msgspec.json.Decoder().decode
 
 
@@ -97,7 +97,7 @@ class _BodyKey:
             for step in self._steps:
                 raw = step(raw)
             value = _decode_value(raw) if len(raw) else None
-        except _MALFORMED:
+        except MALFORMED:
             value = (
                 self._read_non_standard(body) if len(body) <= MAX_NON_STANDARD_BODY_BYTES else None
             )

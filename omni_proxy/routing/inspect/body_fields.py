@@ -15,13 +15,13 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
+from omni_proxy.wire.bounded_json import MALFORMED
 from omni_proxy.wire.errors import HttpError
 
 ABSENT: Final = msgspec.Raw()
 NULL: Final = msgspec.Raw(b"null")
 MAX_REQUEST_ID_CHARS: Final = 256  # a longer one is not used
 MAX_RIDS = 10_000
-MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # Constants that Python's reader accepts in addition to JSON, and valid JSON that replaces them. An
 # array is valid only where these are: not after a backslash or next to characters of a number.
 _CONSTANTS: Final = (

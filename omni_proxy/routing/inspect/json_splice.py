@@ -22,6 +22,7 @@ from omni_proxy.routing.inspect.large_json import (
     key_text,
     walk_members,
 )
+from omni_proxy.wire.bounded_json import MALFORMED
 from omni_proxy.wire.errors import HttpError
 
 # The JSON text of the new value; None to remove the key; a mapping of edits within a nested object,
@@ -33,7 +34,6 @@ _BOM: Final = b"\xef\xbb\xbf"  # of UTF-8; Python's reader skips it
 ESCAPED_LETTER: Final = b"\\u00"  # start of an escaped ASCII letter: key names are ASCII
 _TO_VALUE: Final = re.compile(rb"[ \t\r\n]*+:[ \t\r\n]*+")
 _TO_KEY: Final = re.compile(rb"[ \t\r\n]*+,?[ \t\r\n]*+")
-_MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _decode_members: Callable[[bytes | memoryview], dict[str, msgspec.Raw]] = msgspec.json.Decoder(
     dict[str, msgspec.Raw]
 ).decode
@@ -154,7 +154,7 @@ def _values_of(body: bytes, start: int) -> dict[str, msgspec.Raw] | None:
     """None if the body is not standard JSON."""
     try:
         return _decode_members(memoryview(body)[start:] if start else body)
-    except _MALFORMED:
+    except MALFORMED:
         return None
 
 

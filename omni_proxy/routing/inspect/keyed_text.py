@@ -14,8 +14,8 @@ from typing import Final
 import msgspec
 
 from omni_proxy.routing.inspect.body_fields import ABSENT, BodyFields, is_given, starts_with
+from omni_proxy.wire.bounded_json import MALFORMED
 
-_MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _decode_object: Callable[[msgspec.Raw], dict[str, msgspec.Raw]] = msgspec.json.Decoder(
     dict[str, msgspec.Raw]
 ).decode
@@ -48,7 +48,7 @@ def keyed_value(body: bytes, key: str) -> msgspec.Raw:
 def _values(body: bytes, keys: tuple[str, ...]) -> Iterator[KeyedValue]:
     try:
         top = _top_reader(keys)(body)
-    except _MALFORMED:
+    except MALFORMED:
         return
     for key in keys:
         name, *below = key.split(".")
@@ -63,7 +63,7 @@ def _below(value: msgspec.Raw, names: Sequence[str]) -> msgspec.Raw:
             return ABSENT
         try:
             value = _decode_object(value).get(name, ABSENT)
-        except _MALFORMED:
+        except MALFORMED:
             return ABSENT
     return value
 

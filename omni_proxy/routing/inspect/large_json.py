@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 from omni_proxy.routing.inspect.body_fields import invalid_json
+from omni_proxy.wire.bounded_json import MALFORMED
 from omni_proxy.wire.errors import HttpError
 
 LARGE_BYTES = 1024 * 1024
@@ -61,7 +62,7 @@ def read_large_json(body: bytes) -> LargeJsonFields:
     """Raises HttpError 400 if the body is not a JSON object in UTF-8."""
     try:
         return _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except MALFORMED:
         raise HttpError(400, "invalid JSON body", "invalid_json") from None
 
 

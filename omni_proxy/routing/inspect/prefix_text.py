@@ -27,6 +27,7 @@ from omni_proxy.routing.inspect.body_fields import (
     starts_with,
 )
 from omni_proxy.routing.inspect.keyed_text import KeyedBodyFields
+from omni_proxy.wire.bounded_json import MALFORMED
 
 LIMIT = 64 * 1024  # bytes; later text hardly changes where a prefix is cached
 MAX_NAME_CHARS = 32
@@ -107,7 +108,7 @@ def _plain_messages(messages: msgspec.Raw, limit: int) -> bytes | None:
         return None
     try:
         decoded = _decode_messages(messages)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except MALFORMED:
         return None
     budget = MAX_PIECES - 2 * len(decoded)
     if budget < 0:
@@ -211,7 +212,7 @@ def _read(raw: msgspec.Raw) -> _Piece | None:
         return None
     try:
         return _decode_piece(raw)
-    except (msgspec.DecodeError, RecursionError):  # nested too deeply
+    except MALFORMED:  # nested too deeply
         return _Piece()
 
 
@@ -286,7 +287,7 @@ def _tokens(raw: msgspec.Raw, limit: int) -> bytes:
     ids: list[int]
     try:
         ids = _decode_ids(raw)[: limit // 4]
-    except (msgspec.DecodeError, RecursionError):
+    except MALFORMED:
         ids = [
             read_value(element)
             for element in read_elements(raw)[: limit // 4]

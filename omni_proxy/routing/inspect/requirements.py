@@ -47,6 +47,7 @@ from omni_proxy.routing.routes import (
 )
 from omni_proxy.routing.version_constraint import VersionConstraint, parse_version_constraint
 from omni_proxy.routing.weighted_split import AliasRequirement
+from omni_proxy.wire.bounded_json import MALFORMED
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.header_fields import HINT_PREFIX
 
@@ -356,7 +357,7 @@ def _parts(messages: msgspec.Raw, spelled: bytes) -> int:
         return mask
     try:
         plain = _decode_messages(messages)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except MALFORMED:
         return _non_standard_parts(messages)
     for message in plain:
         if type(message.content) is list:

@@ -14,6 +14,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
+from omni_proxy.wire.bounded_json import MALFORMED
+
 MAX_BLOCK_SIZE: Final = 65536  # tokens
 MAX_TOKEN: Final = (1 << 32) - 1
 MAX_UNDECODABLE: Final = 1000  # events of a batch; later ones are not decoded
@@ -80,7 +82,7 @@ def decode_batch(payload: bytes) -> DecodedBatch:
     """Raises UndecodablePayload."""
     try:
         body = _decode(payload)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise UndecodablePayload(f"not MessagePack: {error}") from None
     if isinstance(body, dict):
         at, rows = body.get("ts"), body.get("events")

@@ -18,6 +18,7 @@ from omni_proxy.routing.inspect.json_splice import Edits, JsonText
 from omni_proxy.routing.kv_transfer import nixl
 from omni_proxy.routing.kv_transfer.sglang import bootstrap_host
 from omni_proxy.routing.policies.policy import RandomBelow
+from omni_proxy.wire.bounded_json import MALFORMED
 
 QUERY: Final = "/query"
 MAX_ENGINES: Final = 4096  # whose ids are kept
@@ -69,7 +70,7 @@ def read_engine_ids(answer: bytes) -> dict[int, str]:
     """Engine ids in a reply to `GET /query`, by data-parallel rank; empty if it is invalid."""
     try:
         ranks: Any = msgspec.json.decode(answer)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except MALFORMED:
         return {}
     entries = ranks.items() if isinstance(ranks, dict) else ()
     return {

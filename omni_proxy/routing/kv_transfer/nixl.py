@@ -13,8 +13,9 @@ from typing import Final
 
 import msgspec
 
-from omni_proxy.routing.inspect.body_fields import ABSENT, MALFORMED
+from omni_proxy.routing.inspect.body_fields import ABSENT
 from omni_proxy.routing.inspect.json_splice import Edits, JsonText
+from omni_proxy.wire.bounded_json import MALFORMED
 from omni_proxy.wire.errors import HttpError
 
 PARAMS: Final = "kv_transfer_params"

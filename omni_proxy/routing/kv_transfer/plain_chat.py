@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from omni_proxy.routing.inspect.body_fields import ABSENT, MALFORMED, BodyFields, decode_body
+from omni_proxy.routing.inspect.body_fields import ABSENT, BodyFields, decode_body
 from omni_proxy.routing.inspect.json_splice import ESCAPED_LETTER
 from omni_proxy.routing.kv_transfer.sglang import (
     MAX_DRAWN,
@@ -26,6 +26,7 @@ from omni_proxy.routing.kv_transfer.sglang import (
     port_text,
 )
 from omni_proxy.routing.policies.policy import RandomBelow
+from omni_proxy.wire.bounded_json import MALFORMED
 
 _ROOM_MASK: Final = ROOMS - 1
 _FIRST: Final = b'{"'  # no blank, byte-order mark or other encoding, and at least one member

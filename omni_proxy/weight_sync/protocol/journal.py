@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct, field
 
 from omni_proxy.weight_sync.protocol.rollout_state_machine import RolloutState, WorkerPhase
+from omni_proxy.wire.bounded_json import MALFORMED
 
 FORMAT = 1
 # In these steps of a sync no member has new weights yet.
@@ -118,7 +119,7 @@ def decode(raw: bytes) -> Journal:
     """Raises UnreadableJournal."""
     try:
         journal = msgspec.json.decode(raw, type=Journal)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise UnreadableJournal(str(error)) from None
     if journal.format != FORMAT:
         raise UnreadableJournal(f"format {journal.format} is not known")

@@ -20,6 +20,7 @@ import msgspec
 from omni_proxy.process_group.rendezvous import NCCL, Rendezvous, validated_address
 from omni_proxy.process_group.tensor_plan import ITEM_BYTES, GroupError, parse_plans
 from omni_proxy.weight_sync.protocol.rank_layout import RankRange
+from omni_proxy.wire.bounded_json import MALFORMED
 
 GROUP_NAME: Final = "weight_update_group"
 LARGE_BYTES: Final = 256 * 1024  # parsing more than this would block the event loop for too long
@@ -79,7 +80,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
             value = _parse_large(raw)
     except msgspec.ValidationError:
         raise GroupError("the body must be a JSON object") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise GroupError(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise GroupError("the body must be a JSON object")

@@ -23,6 +23,7 @@ from msgspec import Struct
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.process_group.tensor_plan import ITEM_BYTES, TensorSpec
 from omni_proxy.weight_sync.checksum import roll_up
+from omni_proxy.wire.bounded_json import MALFORMED
 
 # Keys are torch's names without "torch.", values the names in safetensors.
 STORED_DTYPES: Final = {
@@ -101,7 +102,7 @@ def parse_header(file: str, header: bytes) -> dict[str, HeaderRow]:
         parts = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         parts.pop(_RESERVED, None)
         entries = {name: msgspec.json.decode(part, type=_Entry) for name, part in parts.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise SafetensorsError(f"{file} has a broken safetensors header: {error}") from None
     start, expected, rows = LENGTH.size + len(header), 0, {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
@@ -157,7 +158,7 @@ def decode(raw: bytes) -> Manifest:
     """Raises UnreadableManifest."""
     try:
         manifest = msgspec.json.decode(raw, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise UnreadableManifest(str(error)) from None
     if manifest.format != FORMAT:
         raise UnreadableManifest(f"format {manifest.format} is not known")

@@ -87,7 +87,7 @@ def test_both_mooncake_legs_have_the_same_transfer_id():
         (b'{"0": {"engine_id": "a"}, "1": {"engine_id": "b"}}', 1, "b"),
         (b'{"0": {"engine_id": "a"}}', 0, "a"), (b'{"0": {"engine_id": "a"}}', 1, None),
         (b'{"0": {"engine_id": 7}}', 0, None), (b'{"0": 7}', 0, None), (b"[]", 0, None),
-        (b"<html>", 0, None), (b"\xff", 0, None),
+        (b"<html>", 0, None), (b"\xff", 0, None), (b"[" * 100_000, 0, None),
     ],
 )  # fmt: skip
 def test_the_engine_id_is_that_of_the_rank(response, rank, engine_id):
