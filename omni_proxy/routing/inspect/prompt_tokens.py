@@ -1,9 +1,11 @@
-"""The token ids of a request whose prompt is token ids, as in RL rollouts.
+"""The tokens of a request's prompt: its token ids, as in RL rollouts, or a body for /tokenize.
 
-The ids stay as text of the body: parsing a thousand integers would take ten times as long as their
-use. Invariant: the returned ids are the whole prompt, or its first `MAX_BYTES`, and the engine
-caches it as plain tokens of the base model. So there are none for a request with a text, media,
-several prompts, an adapter or a cache salt.
+Invariant: the tokens are the whole prompt, and the engine caches it as plain tokens of the base
+model. So there are none for a request with media, several prompts, an adapter or a cache salt.
+Token ids stay as text of the body, up to `MAX_BYTES`: parsing a thousand integers would take ten
+times as long as their use. A body for an engine's /tokenize has one text, or messages with all
+fields that the chat template uses; there is none for requests that continue the assistant's
+message. Source: vLLM's and SGLang's API of /tokenize.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from omni_proxy.routing.inspect.body_fields import (
     starts_with,
 )
 from omni_proxy.routing.inspect.keyed_text import KeyedBodyFields
-from omni_proxy.routing.inspect.requirements import AUDIO, IMAGE, VIDEO, Requirements
+from omni_proxy.routing.inspect.requirements import MEDIA, Requirements
 from omni_proxy.routing.kv_events.token_id_text import without_spaces
 
 # Ids after these bytes hardly change where a prompt is cached. Not Final: tests set it.
@@ -34,9 +36,10 @@ _OF_OTHER_VALUES: Final = b'".eE-n{['  # every other value in a JSON list has at
 # is then the number of spaces plus one, which avoids counting.
 _IS_SPACED: Final = re.compile(rb",[0-9]++(?:, [0-9]++){4}")
 COMMA: Final = b","
-_MEDIA: Final = IMAGE | AUDIO | VIDEO
+# Fields with which an engine caches a prompt separately, or that precede the prompt.
+_SEPARATE: Final = ("system", "lora_path", "cache_salt", "extra_key")
 _sources = attrgetter("input_ids", "token_ids", "prompt")
-_other_inputs = attrgetter("messages", "text", "system", "lora_path", "cache_salt", "extra_key")
+_other_inputs = attrgetter("messages", "text", *_SEPARATE)
 _NOTHING: Final = (ABSENT,) * 6
 
 
@@ -46,7 +49,7 @@ def token_id_list(requirements: Requirements) -> msgspec.Raw | None:
     if fields is None or type(fields) is NonStandardBodyFields:
         return None
     raw = _only_list(fields)
-    if raw is None or requirements.large_body_class or requirements.mask & _MEDIA:
+    if raw is None or requirements.large_body_class or requirements.mask & MEDIA:
         return None
     others = _other_inputs(fields)
     return raw if others == _NOTHING or not any(map(is_given, others)) else None
@@ -87,3 +90,46 @@ def _only_list(fields: BodyFields) -> msgspec.Raw | None:
     else:
         given = [raw for raw in _sources(fields) if is_given(raw)]
     return given[0] if len(given) == 1 and starts_with(given[0], b"[") else None
+
+
+# Fields that a chat template uses in addition to the messages.
+TEMPLATE_FIELDS: Final = ("tools", "chat_template_kwargs", "add_generation_prompt")
+_template_values = attrgetter(*TEMPLATE_FIELDS)
+_not_tokenized = attrgetter(
+    *_SEPARATE, "input_ids", "token_ids", "chat_template", "documents", "continue_final_message"
+)
+_texts = attrgetter("messages", "prompt", "text")
+
+
+def tokenize_body(requirements: Requirements) -> bytes | None:
+    """None if /tokenize can't return the tokens of the whole prompt."""
+    fields = requirements.body_fields
+    if fields is None or isinstance(fields, KeyedBodyFields | NonStandardBodyFields):
+        return None
+    if requirements.large_body_class or requirements.mask & MEDIA:
+        return None
+    given = [raw for raw in _texts(fields) if is_given(raw)]
+    if len(given) != 1 or any(map(is_given, _not_tokenized(fields))):
+        return None
+    is_chat = is_given(fields.messages)
+    if not starts_with(given[0], b"[" if is_chat else b'"'):
+        return None
+    values = {"messages" if is_chat else "prompt": given[0]}
+    if requirements.model is not None:
+        values["model"] = msgspec.Raw(msgspec.json.encode(requirements.model))
+    if is_chat:
+        values |= _template(fields)
+    return msgspec.json.encode(values)
+
+
+def template_mark(requirements: Requirements) -> bytes:
+    """The fields, encoded, that change how the same text is tokenized; b"" for most requests."""
+    fields = requirements.body_fields
+    if fields is None or not any(map(is_given, _template_values(fields))):
+        return b""
+    return msgspec.json.encode(_template(fields))
+
+
+def _template(fields: BodyFields) -> dict[str, msgspec.Raw]:
+    values = zip(TEMPLATE_FIELDS, _template_values(fields), strict=True)
+    return {name: raw for name, raw in values if is_given(raw)}

@@ -56,6 +56,7 @@ STREAMING, IMAGE, AUDIO, VIDEO, AUDIO_OUT = (
     CAPABILITY_BITS[name]
     for name in ("streaming", "image_input", "audio_input", "video_input", "audio_output")
 )
+MEDIA: Final = IMAGE | AUDIO | VIDEO
 _KINDS: dict[str | None, int] = {
     "image": IMAGE, "image_url": IMAGE, "input_image": IMAGE,
     "audio": AUDIO, "audio_url": AUDIO, "input_audio": AUDIO,

@@ -19,7 +19,7 @@ from omni_proxy.routing.cache_prediction import (
     without_those_of,
 )
 from omni_proxy.routing.inspect.prefix_text import LIMIT, has_one_prompt
-from omni_proxy.routing.inspect.requirements import AUDIO, IMAGE, VIDEO, Requirements
+from omni_proxy.routing.inspect.requirements import MEDIA, Requirements
 from omni_proxy.routing.policies.cache_cost import count_prompt_tokens, uncached_tokens
 from omni_proxy.routing.policies.least_request import load_of
 from omni_proxy.routing.prefix_tree import InsertedText, PrefixTree
@@ -32,7 +32,6 @@ from omni_proxy.routing.tree_key import key_length, text_length
 BLOCK_TOKENS = 128
 # An engine that reported 0 this many times where more was predicted, and never more, has no cache.
 MISSES = 16
-MEDIA = IMAGE | AUDIO | VIDEO
 CUT_LENGTH = LIMIT - 1  # of a text that was cut, without its mark
 
 

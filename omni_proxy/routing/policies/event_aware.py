@@ -22,9 +22,13 @@ from xxhash import xxh3_128_digest
 
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect.prompt_tokens import join_token_ids, token_id_list
+from omni_proxy.routing.inspect.prompt_tokens import (
+    join_token_ids,
+    template_mark,
+    token_id_list,
+    tokenize_body,
+)
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.inspect.tokenize_body import template_mark, tokenize_body
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.kv_events.block_keys import PromptBlocks
 from omni_proxy.routing.kv_events.token_id_text import TokenIdText

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from omni_proxy.routing.inspect.body_fields import decode_body
+from omni_proxy.routing.inspect.prompt_tokens import template_mark, tokenize_body
 from omni_proxy.routing.inspect.requirements import IMAGE, Requirements
-from omni_proxy.routing.inspect.tokenize_body import template_mark, tokenize_body
 
 CHAT = {"messages": [{"role": "user", "content": "Who keeps the lighthouse?"}]}
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
