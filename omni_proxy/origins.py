@@ -1,4 +1,4 @@
-"""Origins and hosts: parsing, to refuse requests of pages of other origins.
+"""Origins, hosts and ports: parsing, to refuse requests of pages of other origins.
 
 Invariant: a text that can't be parsed equals no valid origin, and is no local name. Pure; used by
 the proxy and by the replica.
@@ -10,7 +10,8 @@ from ipaddress import ip_address
 from typing import Final
 from urllib.parse import urlsplit
 
-_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+MAX_PORT: Final = 65535
+DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 Origin = tuple[str, str, int | None]  # scheme, host, port
 NO_ORIGIN: Final[Origin] = ("", "", None)
 
@@ -34,6 +35,14 @@ def is_local_name(name: str) -> bool:
     return True
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host, without brackets, is this machine's own: such traffic leaves no machine."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def parse_origin(text: str) -> Origin:
     """The origin of an Origin, Referer or URL; NO_ORIGIN if it has none (`null`)."""
     try:
@@ -43,4 +52,4 @@ def parse_origin(text: str) -> Origin:
         return NO_ORIGIN
     if not parts.hostname:
         return NO_ORIGIN
-    return parts.scheme, parts.hostname, port or _DEFAULT_PORTS.get(parts.scheme)
+    return parts.scheme, parts.hostname, port or DEFAULT_PORTS.get(parts.scheme)

@@ -10,7 +10,6 @@ from typing import Final, get_args
 
 from omni_proxy.admin_api.worker_requests import (
     MAX_COUNT,
-    MAX_PORT,
     MAX_RANKS,
     MAX_WEIGHT,
     ROLE_KEYS,
@@ -21,6 +20,7 @@ from omni_proxy.admin_api.worker_requests import (
 from omni_proxy.api_keys.caller import REASONS
 from omni_proxy.config.fields import CAPABILITIES, KvConnector, Role
 from omni_proxy.fleet.health_state import Health
+from omni_proxy.origins import MAX_PORT
 
 Schema = dict[str, object]
 

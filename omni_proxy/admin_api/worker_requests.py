@@ -21,8 +21,8 @@ from omni_proxy.config.url import normalize_url
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.origins import MAX_PORT
 
-MAX_PORT: Final = 65535
 MAX_COUNT: Final = 2**53
 MAX_WEIGHT: Final = 1_000_000  # the limit of the configuration key `weight`
 MAX_RANKS: Final = 1024  # the limit of the configuration key `ranks`

@@ -32,8 +32,8 @@ from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.launch.gpu_allocator import visible_gpus
+from omni_proxy.origins import MAX_PORT
 
-LAST_PORT: Final = 65535
 Role: TypeAlias = Literal["", "prefill", "decode"]
 VLLM_SHORT: Final = {"-dp": "--dp-size", "-tp": "--tp-size"}
 
@@ -151,7 +151,7 @@ def free_ports(host: str, base: int, count: int, flag: str = "--worker-base-port
     Raises EngineCommandError.
     """
     first = base
-    while first + count - 1 <= LAST_PORT:
+    while first + count - 1 <= MAX_PORT:
         in_use = [port for port in range(first, first + count) if not _is_free(host, port)]
         if not in_use:
             return first

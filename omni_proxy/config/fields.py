@@ -18,13 +18,13 @@ from msgspec import Meta
 
 from omni_proxy.config.problem import did_you_mean
 from omni_proxy.config.url import normalize_url, refused_address
+from omni_proxy.origins import MAX_PORT
 from omni_proxy.wire.header_fields import FIELD_NAME, NOT_FORWARDED, as_texts
 
 _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
 _MODE: Final = re.compile(r"0?[0-7]{3}")
 _PLACE: Final = re.compile(r"(\[[^\s\[\]/]+\]|[^\s:\[\]/]+):[0-9]{1,5}")
 _TCP_ENDPOINT: Final = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]*]+):([0-9]{1,5})")
-MAX_PORT: Final = 65535
 _HOST_NAME: Final = re.compile(r"[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*")
 _ORIGIN: Final = re.compile(
     r"(?!https?://[^/]*:(?:80|443)\Z)[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?"
@@ -150,7 +150,7 @@ def read_listen(value: object) -> object:
     if not isinstance(value, str) or not value or value[:5].lower() == "unix:":
         return read_host(value)
     host, port = _PLACE.fullmatch(value.strip()), value.strip().rpartition(":")[2]
-    if host is None or int(port) > 65535:
+    if host is None or int(port) > MAX_PORT:
         raise ValueError(f'"{value}" is neither "host:port" nor "unix:PATH"')
     read_address(host[1])
     return value.strip()
@@ -266,7 +266,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 AtLeastOne = Annotated[int, Meta(ge=1, le=2**53)]
 Size = Annotated[int, Meta(ge=1, le=2**53, extra={"read": read_size})]
 Weight = Annotated[int, Meta(ge=1, le=1_000_000)]
-Port = Annotated[int, Meta(ge=1, le=65535)]
+Port = Annotated[int, Meta(ge=1, le=MAX_PORT)]
 Name = Annotated[str, Meta(min_length=1)]
 LogTarget = Annotated[str, Meta(min_length=1, extra={"read": read_log_target})]
 Endpoint = Annotated[str, Meta(extra={"read": read_endpoint})]
@@ -299,7 +299,7 @@ Capabilities: TypeAlias = Annotated[tuple[Capability, ...], Meta(min_length=1)]
 Role = Literal["regular", "prefill", "decode"]
 KvConnector = Literal["sglang", "nixl", "mooncake"]
 DEFAULT_BOOTSTRAP_PORT: Final = 8998  # SGLang's and vLLM's default
-BootstrapPort = Annotated[int, Meta(ge=0, le=65535)]
+BootstrapPort = Annotated[int, Meta(ge=0, le=MAX_PORT)]
 Ranks: TypeAlias = Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"]
 WorkerRanks: TypeAlias = Annotated[int, Meta(ge=0, le=1024)] | Literal["auto"]  # 0: routing.ranks
 Loras: TypeAlias = tuple[Name, ...] | Literal["auto"]

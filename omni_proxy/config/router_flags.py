@@ -18,13 +18,13 @@ from omni_proxy.config.problem import did_you_mean, to_toml_literal
 from omni_proxy.config.schema import WorkerEntry
 from omni_proxy.config.tables.discover import DiscoverEntry, is_label_key, parse_selector
 from omni_proxy.config.url import normalize_url
+from omni_proxy.origins import MAX_PORT
 
 CONNECTORS: Final[dict[str, KvConnector]] = {
     "sglang": "sglang", "nixl": "nixl", "mooncake": "mooncake",
 }  # fmt: skip
 SGLANG: Final = "--pd-disaggregation"
 VLLM: Final = "--vllm-pd-disaggregation"
-LAST_PORT: Final = 65535
 _Finding = tuple[str, str, str]
 
 
@@ -112,7 +112,7 @@ def _port(url: str, texts: Sequence[str], findings: list[_Finding]) -> int | Non
     if not texts or (len(texts) == 1 and texts[0].lower() == "none"):
         return 0
     text = texts[0]
-    if len(texts) == 1 and text.isascii() and text.isdecimal() and 1 <= int(text) <= LAST_PORT:
+    if len(texts) == 1 and text.isascii() and text.isdecimal() and 1 <= int(text) <= MAX_PORT:
         return int(text)
     shown = " ".join(texts)
     reason = f'{to_toml_literal(url)}: "{shown}" is not a bootstrap port; write a number or "none"'
@@ -188,10 +188,10 @@ def _selector(flag: str, pairs: Sequence[str]) -> str:
 def _service_port(text: str) -> int:
     if not text:
         return DEFAULT_PORT
-    if text.isascii() and text.isdecimal() and 1 <= int(text) <= LAST_PORT:
+    if text.isascii() and text.isdecimal() and 1 <= int(text) <= MAX_PORT:
         return int(text)
     reason = f"{to_toml_literal(text)} is not a port"
-    raise flag_error([("--service-discovery-port", reason, "write a number from 1 to 65535")])
+    raise flag_error([("--service-discovery-port", reason, f"write a number from 1 to {MAX_PORT}")])
 
 
 def _model_label(text: str) -> str:

@@ -53,6 +53,7 @@ from omni_proxy.config.tables.cluster import ClusterConfig
 from omni_proxy.config.tables.discover import DiscoverEntry
 from omni_proxy.config.tables.picker import PickerConfig
 from omni_proxy.config.url import normalize_url
+from omni_proxy.origins import MAX_PORT
 
 
 class TimeoutsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,7 +79,7 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # Address to listen on; loopback unless the operator opens it.
     host: Host = "127.0.0.1"
     # 0: any free port, which is logged.
-    port: Annotated[int, Meta(ge=0, le=65535)] = 30000
+    port: Annotated[int, Meta(ge=0, le=MAX_PORT)] = 30000
     # File mode of a Unix socket listener.
     unix_mode: Mode = "0660"
     # Data-plane processes that share the port; 0: one per core.

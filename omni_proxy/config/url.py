@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from typing import Final
 from urllib.parse import SplitResult, quote, urlsplit
 
+from omni_proxy.origins import DEFAULT_PORTS, MAX_PORT
+
 _NAME: Final = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?")
 _NUMBER: Final = re.compile(r"0x[0-9a-f]*|[0-9]+")
 _METADATA_NAMES: Final = frozenset(
@@ -51,7 +53,6 @@ _ISATAP: Final = (0x00005EFE, 0x02005EFE)  # RFC 5214: the interface identifier'
 _IPV4: Final = 0xFFFFFFFF
 _MAX_UNIX_PATH_BYTES: Final = 107  # sun_path of Linux without its terminating NUL
 _RANK_DIGITS: Final = 4
-_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
 def normalize_url(text: str, *, allow_unix: bool) -> str:
@@ -91,7 +92,7 @@ def dial_address(url: str) -> tuple[str, int] | str:
     if url.startswith("unix:"):
         return url[5:]
     parts = urlsplit(url)
-    return parts.hostname or "", parts.port or _DEFAULT_PORTS[parts.scheme]
+    return parts.hostname or "", parts.port or DEFAULT_PORTS[parts.scheme]
 
 
 def refused_address(ip: str) -> str | None:
@@ -146,7 +147,7 @@ def _split(text: str) -> SplitResult:
         raise ValueError(
             "host must be a name, an IPv4 address or an IPv6 address in brackets"
         ) from None
-    if parts.scheme not in _DEFAULT_PORTS:
+    if parts.scheme not in DEFAULT_PORTS:
         raise ValueError("scheme must be http or https, as in http://HOST:PORT")
     if "@" in parts.netloc:
         raise ValueError("must not contain user-info")
@@ -165,7 +166,7 @@ def _port(parts: SplitResult) -> str:
     except ValueError:
         port = 0
     if port == 0:
-        raise ValueError("port out of range 1-65535")
+        raise ValueError(f"port out of range 1-{MAX_PORT}")
     return "" if port is None else f":{port}"
 
 

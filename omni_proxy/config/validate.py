@@ -18,6 +18,7 @@ from omni_proxy.config.problem import Path, did_you_mean, format_path, to_toml_l
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.config.tables.cluster import cluster_findings
 from omni_proxy.config.tables.discover import discover_findings
+from omni_proxy.origins import MAX_PORT
 
 # Path, reason, hint.
 Finding: TypeAlias = tuple[Path, str, str]
@@ -329,9 +330,9 @@ def _launch_problems(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:
             yield (*path, "env", name), "is not the name of an environment variable", ""
     group = _group(entry)
     last = group.base_port + group.replicas - 1
-    if last > 65535:
+    if last > MAX_PORT:
         yield (*path, "base_port"), f"the last replica would need port {last}", ""
-    elif group.base_bootstrap_port + group.replicas - 1 > 65535:
+    elif group.base_bootstrap_port + group.replicas - 1 > MAX_PORT:
         last = group.base_bootstrap_port + group.replicas - 1
         reason = f"the last replica would need bootstrap port {last}"
         yield (*path, "base_bootstrap_port"), reason, ""

@@ -21,6 +21,7 @@ from omni_proxy.config.schema import WorkerEntry
 from omni_proxy.config.tables.discover import DiscoverEntry, matches, parse_selector
 from omni_proxy.config.url import normalize_url
 from omni_proxy.discovery.members import SourceEndpoint, SourceMember, SourceMembers
+from omni_proxy.origins import MAX_PORT
 
 _BLANK: Final = re.compile(r"[ \t\r\n]*")
 _DECODER: Final = json.JSONDecoder()
@@ -118,7 +119,6 @@ DELETING: Final = "its pod is being deleted"
 HAS_ENDED: Final = "its pod has ended"
 UNSELECTED: Final = "the labels of its pod do not match any more"
 NOT_READY: Final = "its pod is not ready"
-MAX_PORT: Final = 65535
 MAX_PROBLEMS: Final = 1000
 
 

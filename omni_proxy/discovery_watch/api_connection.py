@@ -23,6 +23,7 @@ import trio
 from omni_proxy import __version__
 from omni_proxy.config.tables.discover import DiscoverEntry
 from omni_proxy.config.url import normalize_url
+from omni_proxy.origins import DEFAULT_PORTS
 from omni_proxy.system.tls_contexts import (
     PemError,
     load_certificate,
@@ -142,7 +143,7 @@ async def get(endpoint: ApiEndpoint, target: str, headers: Mapping[str, str]) ->
     """Send the request and read the head of the response. Raises ApiError."""
     parts = urlsplit(endpoint.url)
     host = parts.hostname or ""
-    stream = await _connect(host, parts.port or (443 if endpoint.context else 80), endpoint.context)
+    stream = await _connect(host, parts.port or DEFAULT_PORTS[parts.scheme], endpoint.context)
     try:
         fields = {
             "Host": parts.netloc,

@@ -27,6 +27,7 @@ from omni_proxy.health.engine_pages import (
     PageReader,
     was_reached,
 )
+from omni_proxy.origins import MAX_PORT
 from omni_proxy.upstream_http.client import CallResult
 from omni_proxy.wire.load_report import (
     LoadReport,
@@ -37,8 +38,6 @@ from omni_proxy.wire.load_report import (
 )
 
 _log = logging.getLogger(__name__)
-
-MAX_PORT: Final = 65535
 
 
 class EngineRoles(PageReader):

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from omni_proxy.origins import MAX_PORT
 from omni_proxy.process_group.tensor_plan import GroupError
 
 GLOO: Final = "gloo"
@@ -98,8 +99,8 @@ def _host(address: object) -> str:
 def _port(port: object) -> int:
     if isinstance(port, str) and port.strip().isascii() and port.strip().isdigit():
         port = int(port)
-    if not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= 65535:
-        raise GroupError(f"master_port must be a port from 1 to 65535, not {port!r}")
+    if not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= MAX_PORT:
+        raise GroupError(f"master_port must be a port from 1 to {MAX_PORT}, not {port!r}")
     return port
 
 

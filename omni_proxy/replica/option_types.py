@@ -10,7 +10,7 @@ import argparse
 import ipaddress
 from typing import Final, TypeVar
 
-from omni_proxy.replica.kv_transfer.request_fields import LAST_PORT
+from omni_proxy.origins import MAX_PORT
 
 MAX_SECS: Final = 3600
 
@@ -26,12 +26,12 @@ def count_or_0(text: str) -> int:
 
 
 def port_number(text: str) -> int:
-    return _within(1, LAST_PORT, text, int)
+    return _within(1, MAX_PORT, text, int)
 
 
 def port_or_0(text: str) -> int:
     """Return a port; 0 is any free one."""
-    return _within(0, LAST_PORT, text, int)
+    return _within(0, MAX_PORT, text, int)
 
 
 def seconds(text: str) -> float:

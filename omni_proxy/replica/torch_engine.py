@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omni_proxy.origins import is_loopback
 from omni_proxy.replica.api.route_context import ADMIN_KEY_VARIABLE
 from omni_proxy.replica.kv_events.settings import kv_event_params
 from omni_proxy.replica.kv_transfer.request_fields import TransferFields
@@ -89,14 +89,7 @@ def weights_root_of(arguments: argparse.Namespace) -> str:
     if arguments.weights_root is not None:
         return str(arguments.weights_root.absolute())
     guarded = arguments.admin_api_key or os.environ.get(ADMIN_KEY_VARIABLE)
-    return "/" if guarded or _is_loopback(arguments.host) else ""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return "/" if guarded or is_loopback(arguments.host) else ""
 
 
 def build_app_options(arguments: argparse.Namespace, pipeline: PipelineConfig) -> AppOptions:

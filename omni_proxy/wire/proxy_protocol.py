@@ -12,6 +12,7 @@ import struct
 from ipaddress import AddressValueError, IPv4Address, IPv6Address
 from typing import Final, NamedTuple
 
+from omni_proxy.origins import MAX_PORT
 from omni_proxy.wire.errors import DownstreamError
 
 MAX_BYTES: Final = 4096
@@ -66,8 +67,8 @@ def _read_v1(data: bytes) -> ProxyHeader | None:
         source, _ = (kind(text.decode()) for text in found.group(2, 3))
     except AddressValueError as error:
         raise ProxyHeaderError(str(error)) from None
-    if max(int(found[4]), int(found[5])) > 65535:
-        raise ProxyHeaderError("port above 65535")
+    if max(int(found[4]), int(found[5])) > MAX_PORT:
+        raise ProxyHeaderError(f"port above {MAX_PORT}")
     return ProxyHeader(end + 2, _format_address(source, int(found[4])))
 
 

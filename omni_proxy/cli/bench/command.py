@@ -40,6 +40,7 @@ from omni_proxy.cli.client.tls_options import (
     explain_tls_error,
 )
 from omni_proxy.cli.screen.text_table import printable, strip_noise
+from omni_proxy.origins import MAX_PORT
 from omni_proxy.simulate.traces import TraceError, read_route_log, read_trace
 from omni_proxy.simulate.workload import RATE_PER_WORKER, WORKLOADS, Workload
 
@@ -78,8 +79,8 @@ def target_of(url: str, key_env: str | None, client_cert: ClientCert) -> BenchTa
         raise TargetError(f"{url}: {error}") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise TargetError(f"{url}: expected http://HOST:PORT or https://HOST:PORT")
-    if not 0 < (parsed.port or 1) < 65536:
-        raise TargetError(f"{url}: expected a port from 1 to 65535")
+    if not 0 < (parsed.port or 1) <= MAX_PORT:
+        raise TargetError(f"{url}: expected a port from 1 to {MAX_PORT}")
     if parsed.query or parsed.fragment or parsed.userinfo:
         raise TargetError(f"{url}: expected no user, query or fragment; a key: --api-key-env NAME")
     key = "" if key_env is None else os.environ.get(key_env, "").strip()

@@ -6,13 +6,12 @@ Invariant: a change is sent only if the given name matches exactly one worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from omni_proxy.cli.client.admin_client import AdminClient, AdminReply, JsonObject
 from omni_proxy.cli.screen.text_table import printable
-
-DEFAULT_PORTS: Final = {"http": "80", "https": "443"}
+from omni_proxy.origins import DEFAULT_PORTS
 
 
 class ChangeRefused(Exception):
@@ -64,7 +63,7 @@ def _host_and_port(record: JsonObject) -> set[str]:
     parts = urlsplit(str(record.get("url")))
     host, port = parts.hostname or "", parts.netloc.rpartition(":")[2]
     if not port.isdecimal():
-        port = DEFAULT_PORTS.get(parts.scheme, "")
+        port = str(DEFAULT_PORTS.get(parts.scheme, ""))
     return {host, f"[{host}]", port} - {"", "[]"}
 
 

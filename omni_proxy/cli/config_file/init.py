@@ -21,6 +21,7 @@ from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.problem import to_toml_literal
+from omni_proxy.origins import is_loopback
 
 REFUSED: Final = 2
 DEFAULT_FILE: Final = Path("proxy.toml")
@@ -149,7 +150,7 @@ def _ask(question: str) -> str:
 
 def is_local(host: str) -> bool:
     """Whether only this machine can connect to it."""
-    return host.startswith(("127.", "unix:")) or host in ("localhost", "::1", "[::1]")
+    return host.startswith("unix:") or is_loopback(host.strip("[]"))
 
 
 def check(text: str, file: str) -> None:

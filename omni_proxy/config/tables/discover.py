@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Annotated, Any, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
@@ -20,6 +19,7 @@ from msgspec import Meta, Struct
 from omni_proxy.config.fields import CAPABILITIES, Capabilities, Interval, Name, Port, read_listen
 from omni_proxy.config.problem import Path, format_path, to_toml_literal
 from omni_proxy.config.url import normalize_url
+from omni_proxy.origins import is_loopback
 
 _NAME: Final = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _KEY: Final = rf"(?:[a-z0-9](?:[a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_NAME}"
@@ -231,14 +231,6 @@ def _pod_findings(entry: Mapping[str, Any], place: Path) -> Iterator[Finding]:
     for key in ("ca_file", "client_cert"):
         if entry.get(key):
             yield (*place, key), "is for an https api_server only", "write its URL with https://"
-    if entry.get("token_file") and not _is_loopback(server):
+    if entry.get("token_file") and not is_loopback(urlsplit(server).hostname or ""):
         reason = "would be sent in clear text: http:// is allowed for loopback addresses only"
         yield (*place, "token_file"), reason, "write the URL of api_server with https://"
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -17,6 +17,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from omni_proxy.origins import MAX_PORT
+
 Form: TypeAlias = Literal["vllm", "sglang"]
 FORMS: Final[tuple[Form, ...]] = ("vllm", "sglang")
 DEFAULT_ENDPOINT: Final = "tcp://*:5557"
@@ -93,7 +95,7 @@ def _check_endpoint(name: str, endpoint: str) -> None:
     if endpoint.startswith("ipc://") and len(endpoint) > len("ipc://"):
         return
     _, port = tcp_parts(endpoint)
-    if not 0 <= port <= 65535:
+    if not 0 <= port <= MAX_PORT:
         raise ValueError(
             f"{name} {endpoint!r} is neither tcp://HOST:PORT, with * for this replica's address, "
             "nor ipc://PATH"

@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct
 
+from omni_proxy.origins import MAX_PORT
+
 Role = Literal["null", "prefill", "decode"]
 Connector = Literal["sglang", "nixl", "mooncake"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
@@ -26,7 +28,6 @@ DEFAULT_BOOTSTRAP_PORT: Final = 8998  # of SGLang and of Mooncake
 PARAMS: Final = "kv_transfer_params"
 MAX_ROOM: Final = 2**63 - 1
 MAX_NAME_CHARS: Final = 255
-LAST_PORT: Final = 65535
 # SGLang's message for a request that was not prepared by a router.
 NO_ROOM = (
     "Disaggregated request received without bootstrap room id: send it through a router, which "
@@ -210,7 +211,7 @@ def _host(value: Any, name: str) -> str:
 
 
 def _port(value: Any, name: str) -> int:
-    if type(value) is not int or not 1 <= value <= LAST_PORT:
+    if type(value) is not int or not 1 <= value <= MAX_PORT:
         raise InvalidTransfer(f"{name} must be a port, not {value!r:.40}")
     return value
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
+from omni_proxy.origins import MAX_PORT
 from omni_proxy.replica.kv_transfer.request_fields import (
     CONNECTORS,
     DEFAULT_BOOTSTRAP_PORT,
@@ -55,8 +56,8 @@ class TransferSettings:
             raise ValueError(f"role is {', '.join(ROLES[1:])} or null, not {self.role!r}")
         if self.connector not in CONNECTORS:
             raise ValueError(f"connector is one of {', '.join(CONNECTORS)}, not {self.connector!r}")
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"the bootstrap port must be within 0 and 65535, not {self.port}")
+        if not 0 <= self.port <= MAX_PORT:
+            raise ValueError(f"the bootstrap port must be within 0 and {MAX_PORT}, not {self.port}")
         for name in ("lease_secs", "wait_secs", "transfer_secs"):
             if not 0 < getattr(self, name) <= MAX_SECS:
                 raise ValueError(f"{name} must be above 0 and at most {MAX_SECS:g}")

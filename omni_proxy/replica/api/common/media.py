@@ -33,6 +33,8 @@ from werkzeug.sansio.multipart import (
     NeedData,
 )
 
+from omni_proxy.origins import DEFAULT_PORTS
+
 if TYPE_CHECKING:
     from omni_proxy.replica.audio import Samples
 
@@ -160,7 +162,7 @@ async def _resolve(url: str, allowed: tuple[str, ...], allow_private: bool, kind
         raise FetchError(
             f"fetching {kind} from {host} is not allowed; send a data:{kind} URL instead"
         )
-    port = port or (443 if parts.scheme == "https" else 80)
+    port = port or DEFAULT_PORTS[parts.scheme]
     try:
         entries = await trio.socket.getaddrinfo(host, port, type=trio.socket.SOCK_STREAM)
     except OSError:
