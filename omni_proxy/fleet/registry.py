@@ -121,6 +121,10 @@ class Fleet:
     def find(self, url: str) -> Worker | None:
         return self._by_url.get(url)
 
+    def has_healthy(self, worker: Worker) -> bool:
+        """Whether the worker is healthy and still in the fleet."""
+        return self._by_url.get(worker.url) is worker and worker.health.state is Health.HEALTHY
+
     def get(self, id_or_url: str) -> Worker | None:
         """Look up a worker by URL or worker id, percent-encoded or not (omni-router.md 2)."""
         return self._by_url.get(id_or_url) or self._by_url.get(unquote(id_or_url))

@@ -191,8 +191,7 @@ class EnginePages:
         return task
 
     def _is_wanted(self, worker: Worker, reader: PageReader) -> bool:
-        healthy = worker.health.state is Health.HEALTHY
-        return healthy and self._fleet.find(worker.url) is worker and reader.wants(worker)
+        return self._fleet.has_healthy(worker) and reader.wants(worker)
 
     async def _read_repeatedly(self, worker: Worker, reader: PageReader, task: _PageTask) -> None:
         async def fetch(page: EnginePage) -> CallResult:

@@ -11,13 +11,13 @@ holder may still be on nodes below a node that it has lost.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple
 
 from msgspec import Struct
 
-Holder = TypeVar("Holder", bound=Hashable)
+from omni_proxy.routing.holder_bits import Holder, lowest_free_bit, mask_of
 
 ROOT = 0
 EVICTED_PER_SLICE = 256  # nodes
@@ -144,10 +144,7 @@ class PrefixTree(Generic[Holder]):
         return [sizes(bits(holder, 0), 0) for holder in holders]
 
     def mask_of(self, holders: Iterable[Holder]) -> int:
-        mask = 0
-        for holder in holders:
-            mask |= self._bits.get(holder, 0)
-        return mask
+        return mask_of(self._bits, holders)
 
     def named(self, mask: int) -> Sequence[Holder]:
         if self._named[0] != self.membership:
@@ -330,8 +327,7 @@ class PrefixTree(Generic[Holder]):
             self._evict(EVICTED_PER_INSERT, allowed)
 
     def _admit(self, holder: Holder) -> int:
-        used_bits = self._live | self._dead
-        bit = ~used_bits & (used_bits + 1)  # the lowest free bit
+        bit = lowest_free_bit(self._live | self._dead)
         self._bits[holder] = bit
         bit_index = bit.bit_length() - 1
         if bit_index == len(self._names):

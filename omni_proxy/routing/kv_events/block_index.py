@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
+from omni_proxy.routing.holder_bits import lowest_free_bit, mask_of
 from omni_proxy.routing.kv_events.block_keys import PromptBlocks
 from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
 from omni_proxy.routing.kv_events.tokenized_texts import TokenizedTexts
@@ -127,10 +128,7 @@ class BlockIndex:
         return parts + self.blocks * KEY_BYTES
 
     def mask_of(self, holders: Iterable[str]) -> int:
-        mask = 0
-        for holder in holders:
-            mask |= self._bits.get(holder, 0)
-        return mask
+        return mask_of(self._bits, holders)
 
     def bit_of(self, holder: str) -> int:
         """0 while the holder has no blocks and is not exact."""
@@ -312,8 +310,7 @@ class BlockIndex:
     def _admit(self, holder: str) -> int:
         bit = self._bits.get(holder, 0)
         if not bit:
-            used = self._live | self._dead
-            bit = ~used & (used + 1)  # the lowest free bit
+            bit = lowest_free_bit(self._live | self._dead)
             self._bits[holder] = bit
             self._names[bit] = holder
             self._live |= bit

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Final
 
+from omni_proxy.backoff import Backoff
 from omni_proxy.fleet.worker import KvMode
 from omni_proxy.routing.kv_events.block_keys import extend_keys, root_key
 from omni_proxy.routing.kv_events.engine_blocks import MEDIA, EngineBlocks, NameReused
@@ -84,7 +85,7 @@ class PublisherState:
         self._has_holes = False  # as in the latest change
         self._clear_due = False  # after a flush: its event has not arrived
         self._retry_at: float | None = None
-        self._retry_secs = RETRY_SECS
+        self._backoff = Backoff(RETRY_SECS, MAX_RETRY_SECS)
         self._changes: list[HeldChange] = []
 
     @property
@@ -214,8 +215,7 @@ class PublisherState:
             return
         self._replay, self.replay_from = None, None
         self._lose(reason)
-        self._retry_at = now + self._retry_secs
-        self._retry_secs = min(MAX_RETRY_SECS, self._retry_secs * 2)
+        self._retry_at = now + self._backoff.next_delay()
         self._take_held(now)
 
     def drop_oldest(self, count: int) -> None:
@@ -423,7 +423,8 @@ class PublisherState:
 
     def _mark_exact(self, reason: str) -> None:
         self._whole = True
-        self._retry_at, self._retry_secs = None, RETRY_SECS
+        self._retry_at = None
+        self._backoff.reset()
         if reason or self.mode != "exact":
             self.reason = reason or "the gap was filled by a replay"
         if self.mode != "exact":

@@ -87,12 +87,12 @@ class CatchUp:
 
     def cordon(self, worker: Worker) -> None:
         """Cordon the worker until the catch-up that `start` begins has ended."""
-        if CATCHING_UP not in worker.cordon_reasons and self._is_healthy(worker):
+        if CATCHING_UP not in worker.cordon_reasons and self._fleet.has_healthy(worker):
             self._fleet.cordon(worker, CATCHING_UP)
 
     def start(self, worker: Worker) -> None:
         """Start a catch-up without waiting; on return the worker is cordoned if it needs one."""
-        starts = self._is_healthy(worker) and not self._busy(worker)
+        starts = self._fleet.has_healthy(worker) and not self._busy(worker)
         if self.nursery is not None and starts and self._target(worker) is not None:
             self._latest[worker] = token = object()
             self.cordon(worker)
@@ -104,10 +104,6 @@ class CatchUp:
         """Start catch-ups for workers that were healthy before the service started."""
         for worker in self._fleet.workers:
             self.start(worker)
-
-    def _is_healthy(self, worker: Worker) -> bool:
-        registered = self._fleet.find(worker.url) is worker
-        return registered and worker.health.state is Health.HEALTHY
 
     def _target(self, worker: Worker) -> _ReachableTarget | None:
         """The worker's target version; None if it is neither stored nor loads from a path."""
@@ -135,7 +131,7 @@ class CatchUp:
         """Returns whether the worker's version was recorded or the worker marked uncertain."""
         pauses = iter(RETRY_SECS)
         lock = self._config_store.membership_lock
-        while self._is_healthy(worker) and self._latest.get(worker) is token:
+        while self._fleet.has_healthy(worker) and self._latest.get(worker) is token:
             await lock.wait_released()
             target = self._target(worker)
             if target is None:

@@ -16,7 +16,6 @@ import trio
 from omni_proxy.admin_ops.results import NOT_FLUSHED
 from omni_proxy.backoff import Backoff
 from omni_proxy.fleet.cordon_reasons import UNPROVEN
-from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import StartThrottle
@@ -80,7 +79,7 @@ class VersionProbe:
 
         A worker without a known label counts as returned too, because a restart clears the label.
         """
-        if not self._is_healthy(worker) or self._busy(worker):
+        if not self._fleet.has_healthy(worker) or self._busy(worker):
             return
         self.cordon(worker)
         if self.nursery is not None:
@@ -91,7 +90,7 @@ class VersionProbe:
         """Cordon the worker until its version was read, if `strict` requires that."""
         cordoned = UNPROVEN in worker.cordon_reasons or worker.url in self._journal.uncertain
         if (
-            self._is_healthy(worker)
+            self._fleet.has_healthy(worker)
             and self._strict()
             and self._may_have_missed(worker)
             and not cordoned
@@ -113,17 +112,13 @@ class VersionProbe:
         epoch = target.epoch if target is not None and proven else 0
         self._fleet.set_version(worker, label, epoch)
 
-    def _is_healthy(self, worker: Worker) -> bool:
-        registered = self._fleet.find(worker.url) is worker
-        return registered and worker.health.state is Health.HEALTHY
-
     def _target(self, worker: Worker) -> TargetVersion | None:
         return self._journal.published.target_for(worker.url, worker.model)
 
     async def _probe(self, worker: Worker, token: object, returned: bool) -> None:
         backoff = Backoff(FIRST_PAUSE_SECS, MAX_PAUSE_SECS)
         try:
-            while self._is_healthy(worker) and self._latest.get(worker) is token:
+            while self._fleet.has_healthy(worker) and self._latest.get(worker) is token:
                 async with self._slots:
                     await self._throttle.wait_turn()
                     version = worker.version
