@@ -203,7 +203,7 @@ def _progress(proxy: AdminClient, path: str) -> str:
 def _print_result(reply: AdminReply, arguments: argparse.Namespace) -> int:
     body = reply.body
     verdict = (
-        compare_checksums(body) if arguments.command == "checksum" and "results" in body else None
+        checksum_verdict(body) if arguments.command == "checksum" and "results" in body else None
     )
     if arguments.json:
         print(json.dumps(body, indent=2))
@@ -280,7 +280,7 @@ def _outcome(entry: Mapping[str, Any]) -> str:
 
 
 def _checksums(body: JsonObject) -> list[str]:
-    verdict = compare_checksums(body)
+    verdict = checksum_verdict(body)
     rows = []
     for entry in body["results"]:
         url = entry["worker"]
@@ -322,7 +322,7 @@ def _versions(body: JsonObject) -> list[str]:
     return render_versions(body, datetime.now(UTC))
 
 
-def compare_checksums(body: JsonObject) -> JsonObject:
+def checksum_verdict(body: JsonObject) -> JsonObject:
     return compare_answers({entry["worker"]: _answer(entry) for entry in body["results"]}).to_dict()
 
 

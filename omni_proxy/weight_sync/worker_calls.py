@@ -196,7 +196,7 @@ async def request_checksums(
     return await call_all(workers, call)
 
 
-async def compare_checksums(
+async def verify_checksums(
     workers: Sequence[Worker], headers: Mapping[str, str], timeout_secs: float
 ) -> Verdict:
     results = await request_checksums(workers, headers, timeout_secs)

@@ -9,9 +9,9 @@ from omni_proxy.upstream_http import client
 from omni_proxy.upstream_http.client import Call
 from omni_proxy.weight_sync.worker_calls import (
     call_all,
-    compare_checksums,
     limit_secs,
     read_labels,
+    verify_checksums,
 )
 from tests.admin_api.api_fixture import A, B, build_api
 from tests.weight_sync.operation_fixture import LOST, api_with
@@ -73,7 +73,7 @@ async def test_a_worker_that_is_lost_or_reports_several_labels_has_no_label(engi
 
 async def test_checksums_are_requested_as_specified(engines, folder):
     api = api_with(folder)
-    verdict = await compare_checksums(api.fleet.workers, {}, 5.0)
+    verdict = await verify_checksums(api.fleet.workers, {}, 5.0)
     assert (verdict.checked, verdict.checksums) == ((A, B), {A: "s", B: "s"})
     for request in engines.requests:
         assert (request.method, request.url.path) == ("POST", "/weights_checker")

@@ -46,7 +46,7 @@ from omni_proxy.weight_sync.store.manifest import (
     SafetensorsError,
     StoredVersion,
     WorkerProof,
-    compare_checksums,
+    prove_version,
 )
 from omni_proxy.weight_sync.store.recovery import read_header_rows
 from omni_proxy.weight_sync.store.service import StoreService
@@ -175,7 +175,7 @@ class _WorkerDelivery:
         return result
 
     async def prove(self, worker: Worker) -> WorkerProof:
-        return compare_checksums(await self._post(worker, WEIGHTS_CHECKER, CHECKSUM), self.version)
+        return prove_version(await self._post(worker, WEIGHTS_CHECKER, CHECKSUM), self.version)
 
     async def _update(self, worker: Worker) -> WorkerResult:
         body = self._body()

@@ -36,9 +36,9 @@ from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.worker_calls import (
     AdminCall,
     call_all,
-    compare_checksums,
     limit_secs,
     read_labels,
+    verify_checksums,
 )
 from omni_proxy.wire.errors import HttpError
 
@@ -200,7 +200,7 @@ class OperationRunner:
             return Verdict(unverified={succeeded[0].url: "no other worker was updated with it"})
         self._enter(Step.VERIFYING)
         secs = limit_secs(self._config.admin.worker_timeout_secs)
-        return await compare_checksums(succeeded, self._call.credentials, secs)
+        return await verify_checksums(succeeded, self._call.credentials, secs)
 
     async def _apply_dispositions(
         self, results: Sequence[WorkerResult], dispositions: Mapping[str, Disposition]

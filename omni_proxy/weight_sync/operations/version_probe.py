@@ -22,10 +22,10 @@ from omni_proxy.health.prober import StartThrottle
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
 from omni_proxy.weight_sync.state_journal import StateJournal
 from omni_proxy.weight_sync.worker_calls import (
-    compare_checksums,
     continue_generation,
     flush_worker_cache,
     read_label,
+    verify_checksums,
 )
 
 RETRY_SECS = 5.0  # for an engine that reports no label although an update set one
@@ -153,7 +153,7 @@ class VersionProbe:
         if target.is_missed_by(label):
             reason = f"missed the update to {target.label!r}: it returned with {label!r}"
         elif target.needs_digest(label) and self._may_hash():
-            verdict = await compare_checksums([worker], {}, CHECKSUM_SECS)
+            verdict = await verify_checksums([worker], {}, CHECKSUM_SECS)
             if self._busy(worker) or self._target(worker) is not target:
                 return
             if verdict.whole and verdict.whole != target.digest:
@@ -172,7 +172,7 @@ class VersionProbe:
         """Return an uncertain worker to rotation if its digest is that of the published weights."""
         if not target.digest or label != target.label or not self._may_hash():
             return
-        verdict = await compare_checksums([worker], {}, CHECKSUM_SECS)
+        verdict = await verify_checksums([worker], {}, CHECKSUM_SECS)
         changed = self._busy(worker) or self._target(worker) is not target
         if changed or verdict.whole != target.digest:
             return

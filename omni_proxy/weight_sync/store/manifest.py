@@ -244,7 +244,7 @@ class WorkerProof:
         return {"checked_tensors": self.checked, "checksum": self.whole or None, **reason}
 
 
-def compare_checksums(result: WorkerResult, version: StoredVersion) -> WorkerProof:
+def prove_version(result: WorkerResult, version: StoredVersion) -> WorkerProof:
     """Compare `result`, a worker's response to a checksum call, with the version's digests."""
     if not result.success:
         return WorkerProof(reason=f"its checker failed: {result.reason}")

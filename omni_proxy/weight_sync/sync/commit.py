@@ -42,9 +42,9 @@ from omni_proxy.weight_sync.sync.verification import (
 )
 from omni_proxy.weight_sync.worker_calls import (
     RECOVERY_SECS,
-    compare_checksums,
     continue_generation,
     limit_secs,
+    verify_checksums,
 )
 
 REFUSED_STATUS = 400
@@ -299,7 +299,7 @@ class RoundCommit:
         self._deferred = _Deferred(
             deferred.epoch, deferred.urls - {worker.url for worker in resumed_workers}
         )
-        verdict = await compare_checksums(resumed_workers, headers, RECOVERY_SECS)
+        verdict = await verify_checksums(resumed_workers, headers, RECOVERY_SECS)
         if verdict.mismatched:
             lifecycle.mark_uncertain(dict.fromkeys(verdict.mismatched, MISMATCH), ())
             await lifecycle.journal.save()

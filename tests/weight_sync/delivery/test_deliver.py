@@ -18,7 +18,7 @@ from omni_proxy.weight_sync.store.manifest import (
     HeaderRow,
     Manifest,
     StoredVersion,
-    compare_checksums,
+    prove_version,
 )
 from omni_proxy.weight_sync.store.version_store import VersionStore
 from tests.admin_api.api_fixture import A
@@ -67,19 +67,19 @@ def checker_result(*, size=1, types=None, whole="", **sums):
 
 def test_equal_digests_prove_a_version_and_different_ones_disprove_it(tmp_path):
     version = version_of(tmp_path, a="1", b="2")
-    assert compare_checksums(checker_result(a="1", b="2"), version).proven
+    assert prove_version(checker_result(a="1", b="2"), version).proven
     assert (
         "tensor 'b' and 0 more differ"
-        in compare_checksums(checker_result(a="1", b="3"), version).differs
+        in prove_version(checker_result(a="1", b="3"), version).differs
     )
     assert (
         "full_checksum is x"
-        in compare_checksums(checker_result(a="1", b="2", whole="x"), version).differs
+        in prove_version(checker_result(a="1", b="2", whole="x"), version).differs
     )
 
 
 def test_a_tensor_that_was_not_sent_is_not_compared(tmp_path):
-    assert compare_checksums(
+    assert prove_version(
         checker_result(a="1", more="9", whole="x"), version_of(tmp_path, a="1")
     ).proven
 
@@ -95,7 +95,7 @@ def test_a_tensor_that_was_not_sent_is_not_compared(tmp_path):
     ],
 )
 def test_digests_that_cannot_be_compared_prove_nothing(tmp_path, result, reason):
-    proof = compare_checksums(result, version_of(tmp_path, a="1"))
+    proof = prove_version(result, version_of(tmp_path, a="1"))
     assert (proof.proven, proof.differs) == (False, "")
     assert reason in proof.to_dict()["unverified"]
 
@@ -103,7 +103,7 @@ def test_digests_that_cannot_be_compared_prove_nothing(tmp_path, result, reason)
 def test_a_version_without_digests_proves_nothing(tmp_path):
     assert (
         "not computed yet"
-        in compare_checksums(checker_result(a="1"), version_of(tmp_path, a="")).reason
+        in prove_version(checker_result(a="1"), version_of(tmp_path, a="")).reason
     )
 
 
