@@ -19,6 +19,7 @@ SHARED = (
     "backoff",
     "native",
     "log_text",
+    "child_exit",
 )  # by the proxy and the replica
 # From the bottom to the top: a package imports only from packages before it.
 LAYERS = (

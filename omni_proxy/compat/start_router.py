@@ -27,6 +27,7 @@ from typing import Final
 
 import msgspec
 
+from omni_proxy.child_exit import exit_text
 from omni_proxy.cli.flags.peer_flags import PAGE
 from omni_proxy.cli.serve import router_startup, start
 from omni_proxy.compat.router_args import (
@@ -179,8 +180,7 @@ def order_for(args: RouterArgsBase) -> Order:
 def _run(args: RouterArgsBase) -> None:
     status = _Child(order_for(args)).wait()
     if status:
-        how = f"signal {-status}" if status < 0 else f"exit status {status}"
-        raise RouterEnded(f"omni-proxy ended with {how}; its output has the reason")
+        raise RouterEnded(f"omni-proxy {exit_text(status)}; its output has the reason")
 
 
 class _Child:

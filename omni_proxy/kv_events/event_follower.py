@@ -23,6 +23,7 @@ from typing import Final, NamedTuple
 import msgspec
 import trio
 
+from omni_proxy.child_exit import wait_or_kill
 from omni_proxy.config.validate import KV_EVENTS_INSTALL, KV_EVENTS_MODULE
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import KvMode, Worker
@@ -164,7 +165,6 @@ def _shifted(endpoint: str, rank: int) -> str:
 
 
 SUBCOMMAND: Final = "kv-events-process"
-EXIT_SECS: Final = 2.0  # time between closing its socket and SIGKILL
 WARN_SECS: Final = 60.0  # shortest interval of warnings about undecodable events
 _FORGET: Final[PackedChanges] = [(int(ChangeOp.FORGET), b"")]
 _MODES: Final[tuple[KvMode, ...]] = ("off", "exact", "inferred", "degraded")  # the worst is last
@@ -283,7 +283,7 @@ class EventFollower:
                 self._unsubscribe(followed)
             if process is not None:
                 with trio.CancelScope(shield=True):
-                    await _end(process)
+                    await wait_or_kill(process)
 
     async def _follow_fleet(self, nursery: trio.Nursery) -> None:
         """Keep subscriptions equal to the fleet's settings, until no worker has events."""
@@ -431,12 +431,3 @@ def _set_mode(worker: Worker, mode: KvMode, reason: str) -> None:
         level, 'kv_events_mode worker=%s from=%s to=%s reason="%s"',
         worker.url, before, mode, reason,
     )  # fmt: skip
-
-
-async def _end(process: trio.Process) -> None:
-    """Wait for the process, which ends with its socket; kill it after EXIT_SECS."""
-    with trio.move_on_after(EXIT_SECS):
-        await process.wait()
-    if process.returncode is None:
-        process.kill()
-        await process.wait()

@@ -23,6 +23,8 @@ from typing import Any, Final
 import trio
 from msgspec import Struct
 
+from omni_proxy.child_exit import exit_text
+
 log = logging.getLogger(__name__)
 
 UNKNOWN_STATUS: Final = 1  # of a process that has ended
@@ -217,9 +219,7 @@ class ChildProcess:
         status = await self._process.wait()
         if isinstance(self._process, HandedProcess):
             return "process ended; it was started before an upgrade, so its status is not known"
-        if status >= 0:
-            return f"process ended with exit status {status}"
-        return f"process ended with signal {signal.Signals(-status).name}"
+        return f"process {exit_text(status)}"
 
     @property
     def status(self) -> int | None:

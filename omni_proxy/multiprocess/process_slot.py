@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import subprocess
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import msgspec
 import trio
 
 from omni_proxy.backoff import Backoff
+from omni_proxy.child_exit import exit_text, wait_or_kill
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.launch.replica_process import OWN_COMMAND, argv_of
 from omni_proxy.multiprocess.ipc import (
@@ -37,7 +37,6 @@ SUBCOMMAND: Final = "data-plane-process"
 RESTART_BACKOFF_SECS: Final = 0.2
 MAX_RESTART_BACKOFF_SECS: Final = 30.0
 BACKOFF_RESET_SECS: Final = 60.0  # after this run time a restart has no accumulated delay
-KILL_AFTER_SECS: Final = 2.0  # from closing its socket to SIGKILL
 MAX_UNACKED_TICKS: Final = 10  # without an acknowledgement; then the process is killed
 # On a busy machine simultaneous starts are slow; killing the processes would only repeat them.
 MAX_STARTUP_TICKS: Final = 120
@@ -194,7 +193,7 @@ class ProcessHandle:
             self.close()
             with trio.CancelScope(shield=True):
                 status = await self._wait_exit()
-        return _exit_text(status)
+        return exit_text(status)
 
     def close(self) -> None:
         """Close the socket. Nothing is sent or received any more, and the process exits."""
@@ -218,10 +217,7 @@ class ProcessHandle:
     async def _wait_exit(self) -> int:
         if self._process is None:
             return 0
-        with trio.move_on_after(KILL_AFTER_SECS):
-            return await self._process.wait()
-        self.kill()
-        return await self._process.wait()
+        return await wait_or_kill(self._process)
 
 
 def process_argv(descriptor: int) -> list[str]:
@@ -232,9 +228,3 @@ def process_argv(descriptor: int) -> list[str]:
 
 def _start_error(error: OSError) -> str:
     return f"could not be started: {error.strerror or error}"
-
-
-def _exit_text(status: int) -> str:
-    if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"ended with status {status}"

@@ -7,7 +7,6 @@ can be shown; every line is forwarded. It is ended by `kill`, or continues indep
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Final, TypeVar
 
 import trio
 
+from omni_proxy.child_exit import exit_text
 from omni_proxy.launch.replica_process import without_frozen_variables
 from omni_proxy.self_exec import program_argv
 from omni_proxy.upgrade.channel import ChannelClosed, HandoverChannel
@@ -119,7 +119,7 @@ class NewProgram:
             status = await self._process.wait()
         with trio.move_on_after(LAST_OUTPUT_SECS):
             await self._output_ended.wait()
-        end = "it closed the connection" if status is None else _status_text(status)
+        end = "it closed the connection" if status is None else f"it {exit_text(status)}"
         lines = "\n".join(line for line in self._lines if line.strip())
         return f"{end}\n{lines}" if lines else end
 
@@ -128,12 +128,6 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without variables of a frozen binary, because the new one unpacks itself."""
     env = {name: text for name, text in environ.items() if name != ENVIRONMENT}
     return without_frozen_variables(env) if getattr(sys, "frozen", False) else env
-
-
-def _status_text(status: int) -> str:
-    if status < 0:
-        return f"it was ended by {signal.Signals(-status).name}"
-    return f"it ended with exit status {status}"
 
 
 def _write_all(data: bytes) -> None:

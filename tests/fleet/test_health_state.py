@@ -372,10 +372,10 @@ def test_a_long_error_is_truncated():
 
 def test_the_exit_reason_of_a_process_is_kept_until_a_new_one_is_ready():
     machine = HealthMachine(NOW)
-    machine.process_exited(NOW, "process ended with signal SIGKILL")
+    machine.process_exited(NOW, "process was ended by SIGKILL")
     machine.record_probe_failure(Thresholds(), NOW, None, "Connection refused")
     machine.record_request_failure(Thresholds(), NOW, None, "Connection refused")
-    assert machine.last_error == "process ended with signal SIGKILL"
+    assert machine.last_error == "process was ended by SIGKILL"
     machine.process_exited(NOW, "process ended with exit status 1")
     assert machine.last_error == "process ended with exit status 1"
     machine.revive(NOW)

@@ -153,7 +153,7 @@ async def test_a_killed_replica_leaves_rotation_at_once_and_returns(base_port):
         os.kill(killed, signal.SIGKILL)
         await fixture.until(lambda: fixture.pids()[0] not in (None, killed))
         await fixture.until_states("ready", "ready")
-        assert seen[0] == (Health.UNHEALTHY, "process ended with signal SIGKILL")
+        assert seen[0] == (Health.UNHEALTHY, "process was ended by SIGKILL")
         assert fixture.launcher.status()[0]["restarts"] == 1
         assert len(fixture.routable()) == 2
 

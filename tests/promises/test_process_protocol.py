@@ -179,7 +179,7 @@ async def test_a_drained_process_exits_with_status_0_and_reports_everything(worl
         assert await client.until_closed() == b""
     with trio.fail_after(30):
         await control.exited.wait()
-    assert control.exit_reason == "ended with status 0"
+    assert control.exit_reason == "ended with exit status 0"
     tallies = [each for each in control.received if isinstance(each, MetricsEvent)]
     assert sum(count for tally in tallies for cell in tally.cells for *_, count in cell.ends) == 1
 

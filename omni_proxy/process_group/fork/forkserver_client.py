@@ -19,6 +19,7 @@ from typing import Final
 
 import msgspec
 
+from omni_proxy.child_exit import exit_text
 from omni_proxy.process_group.fork.ipc import Exited, ForkEvent, JsonSocket, send_at_once
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.self_exec import program_argv
@@ -232,6 +233,4 @@ def _describe_exit(status: int, stderr: int) -> str:
     if status == -signal.SIGABRT and GLOO_OVERSENT in text:
         return "the trainer sent more bytes than it announced, which ended the receiver process"
     last = f": {lines[-1]}" if lines else ""
-    if status < 0:
-        return f"the receiver process was ended by {signal.Signals(-status).name}{last}"
-    return f"the receiver process ended with status {status}{last}"
+    return f"the receiver process {exit_text(status)}{last}"

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 import trio
 
+from omni_proxy.child_exit import exit_text, wait_or_kill
 from omni_proxy.replica.hard_exit import exit_process
 from omni_proxy.replica.pipeline.config import FlowError, StageConfig
 from omni_proxy.replica.pipeline.messages import (
@@ -50,7 +51,6 @@ MAX_BYTES = 1 << 30
 Message = TypeVar("Message")
 _encoder = msgspec.msgpack.Encoder()
 READ_BYTES = 1 << 18
-EXIT_TIMEOUT_SECS = 2.0  # from closing its socket to SIGKILL
 log = logging.getLogger(__name__)
 _decoder: msgspec.msgpack.Decoder[StageOutput] = msgspec.msgpack.Decoder(StageOutput)
 
@@ -173,8 +173,8 @@ class StageProcess:
         finally:
             with trio.CancelScope(shield=True):
                 await stream.aclose()
-                await _wait_or_kill(child)
-        return f"process {self.name} {_describe_exit(child.returncode)}"
+                status = await wait_or_kill(child)
+        return f"process {self.name} {exit_text(status)}"
 
     async def _read(self, stream: trio.SocketStream, post: Emit) -> None:
         frames = FrameDecoder()
@@ -225,20 +225,6 @@ async def _receive(stream: trio.SocketStream) -> bytes:
         return bytes(await stream.receive_some(READ_BYTES))
     except trio.BrokenResourceError:
         return b""
-
-
-async def _wait_or_kill(child: trio.Process) -> None:
-    with trio.move_on_after(EXIT_TIMEOUT_SECS):
-        await child.wait()
-    if child.returncode is None:
-        child.kill()
-        await child.wait()
-
-
-def _describe_exit(status: int | None) -> str:
-    if status is not None and status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"ended with status {status}"
 
 
 def run_stage_process(argv: Sequence[str]) -> int:

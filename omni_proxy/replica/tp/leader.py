@@ -24,6 +24,7 @@ from typing import Any, cast
 import msgspec
 from torch import Tensor
 
+from omni_proxy.child_exit import wait_or_kill_in_thread
 from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.llama import Batch, BatchPart, Llama
 from omni_proxy.replica.models.text_model import TextModel
@@ -72,7 +73,6 @@ from omni_proxy.replica.tp.sharded_model import (
 )
 
 READY_SECS = 300.0  # for a follower to load its part
-EXIT_SECS = 2.0  # from the end of its socket to SIGKILL
 READ_BYTES = 1 << 18
 
 Post = Callable[[RankMessage | RankLost], None]
@@ -123,11 +123,7 @@ class Follower:
         self._connection.close()
 
     def end(self) -> None:
-        try:
-            self._process.wait(EXIT_SECS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill_in_thread(self._process)
 
 
 class Followers:
