@@ -20,6 +20,7 @@ SHARED = (
     "native",
     "log_text",
     "child_exit",
+    "tls_client",
 )  # by the proxy and the replica
 # From the bottom to the top: a package imports only from packages before it.
 LAYERS = (

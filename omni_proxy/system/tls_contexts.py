@@ -1,15 +1,14 @@
 """TLS contexts from PEM files, for listeners and for connections to workers and to a proxy.
 
 Invariant: a context is built whole or not at all, so broken or half-written files never replace
-those in use. TLS 1.2 is the oldest version, HTTP/1.1 is the only protocol offered, and no password
-prompt appears on the terminal. An unusable file raises `PemError`; `check_tls_files` converts each
-into a problem of the configuration key that names the file.
+those in use. No password prompt appears on the terminal; the options are those of `tls_client`. An
+unusable file raises `PemError`; `check_tls_files` converts each into a problem of the configuration
+key that names the file.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import ssl
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,16 +16,19 @@ from functools import cache
 from pathlib import Path
 from typing import Final, Literal
 
-import httpx
-
 from omni_proxy.config.problem import ConfigError, Problem
 from omni_proxy.config.schema import Config, ServerConfig
 from omni_proxy.config.tables.discover import DiscoverEntry
 from omni_proxy.system.files import FileSignature, file_signature
+from omni_proxy.tls_client import (
+    context_of_the_system,
+    context_without_authorities,
+    system_context,
+    with_common_options,
+)
 
 _log = logging.getLogger(__name__)
 
-PROTOCOLS: Final = ["http/1.1"]
 PemRole = Literal["cert", "key", "ca"]
 
 
@@ -214,12 +216,12 @@ def client_context(ca: str, *, verify: bool) -> ssl.SSLContext:
     if not verify:
         return _unverified_context()
     if not ca:
-        return _system_context()
+        return system_context()
     cached, signature = _context_cache.get(ca), file_signature(ca)
     if cached is not None and cached.signature == signature:
         return cached.context
     try:
-        context = _new_client_context()
+        context = context_without_authorities()
         context.load_verify_locations(ca)
     except OSError as error:
         if cached is None:
@@ -238,21 +240,15 @@ def new_client_context(ca: str = "") -> ssl.SSLContext:
     Raises PemError.
     """
     if ca:
-        context = _new_client_context()
+        context = context_without_authorities()
         load_authorities(context, ca)
         return context
-    paths = ssl.get_default_verify_paths()
-    if paths.cafile or (paths.capath and os.listdir(paths.capath)):
-        context = _new_client_context()
-        context.set_default_verify_paths()
-        return context
-    # A minimal container, or a binary built on another system: use the authorities of httpx.
-    return _with_common_options(httpx.create_ssl_context(trust_env=False))
+    return context_of_the_system()
 
 
 def pinned_context(certificate: str) -> ssl.SSLContext:
     """The context for a server with exactly this certificate, under any name. Raises PemError."""
-    context = _new_client_context()
+    context = context_without_authorities()
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     load_authorities(context, certificate)
@@ -260,33 +256,14 @@ def pinned_context(certificate: str) -> ssl.SSLContext:
 
 
 def _new_server_context() -> ssl.SSLContext:
-    context = _with_common_options(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+    context = with_common_options(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
     context.options |= ssl.OP_CIPHER_SERVER_PREFERENCE
     return context
 
 
-def _new_client_context() -> ssl.SSLContext:
-    return _with_common_options(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))  # verifies chain and name
-
-
-def _with_common_options(context: ssl.SSLContext) -> ssl.SSLContext:
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.options |= ssl.OP_NO_RENEGOTIATION
-    # Python before 3.11.4 treats a truncated connection as a regular end.
-    context.options &= ~ssl.OP_IGNORE_UNEXPECTED_EOF
-    context.set_alpn_protocols(PROTOCOLS)
-    return context
-
-
-@cache
-def _system_context() -> ssl.SSLContext:
-    """Created once, because loading the system's bundle is slow, and only for an https worker."""
-    return new_client_context()
-
-
 @cache
 def _unverified_context() -> ssl.SSLContext:
-    context = _new_client_context()
+    context = context_without_authorities()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context

@@ -13,7 +13,6 @@ import base64
 import binascii
 import ipaddress
 import os
-import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -34,6 +33,7 @@ from werkzeug.sansio.multipart import (
 )
 
 from omni_proxy.origins import DEFAULT_PORTS
+from omni_proxy.tls_client import system_context
 
 if TYPE_CHECKING:
     from omni_proxy.replica.audio import Samples
@@ -187,7 +187,7 @@ async def _get(target: _Target, max_bytes: int) -> _Response:
         if target.parts.scheme == "https":
             stream = trio.SSLStream(
                 stream,
-                ssl.create_default_context(),
+                system_context(),
                 server_hostname=target.host,
                 https_compatible=True,
             )

@@ -1,4 +1,5 @@
 import base64
+import ssl
 from contextlib import asynccontextmanager
 
 import pytest
@@ -21,6 +22,8 @@ from omni_proxy.replica.api.common.media import (
     read_form,
     read_media,
 )
+from omni_proxy.tls_client import context_without_authorities
+from tests.promises.tls_helpers import AUTHORITY, FILES
 from tests.replica.api.audio_stages import Call
 from tests.replica.api.multipart_bodies import BOUNDARY, CONTENT_TYPE, form
 
@@ -207,6 +210,26 @@ async def test_an_https_url_is_not_fetched_over_plain_http():
     async with server(http_response(b"sound")) as (port, _):
         with pytest.raises(FetchError, match="could not be fetched"):
             await fetch_url(f"https://{HOST}:{port}/a", ALLOWED, 10, allow_private=True)
+
+
+async def test_an_https_url_is_fetched_with_the_options_of_all_clients(monkeypatch, nursery):
+    own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    own.load_cert_chain(FILES / "server.pem", FILES / "server-key.pem")
+    own.set_alpn_protocols(["h2", "http/1.1"])
+    trusting = context_without_authorities()
+    trusting.load_verify_locations(AUTHORITY)
+    monkeypatch.setattr(media, "system_context", lambda: trusting)
+    chosen = []
+
+    async def serve(stream):
+        await stream.receive_some()
+        chosen.append(stream.selected_alpn_protocol())
+        await stream.send_all(http_response(b"sound"))
+
+    listeners = await nursery.start(trio.serve_ssl_over_tcp, serve, 0, own)
+    port = listeners[0].transport_listener.socket.getsockname()[1]
+    found = await fetch_url(f"https://{HOST}:{port}/a", ALLOWED, 10, allow_private=True)
+    assert (found, chosen) == (b"sound", ["http/1.1"])
 
 
 async def test_a_body_without_length_ends_with_the_connection():
