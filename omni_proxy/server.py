@@ -439,7 +439,7 @@ class Server:
     def _cannot_listen(self, error: OSError) -> int:
         server = self.config_store.config.server
         where = error.filename or f"{server.host}:{server.port}"
-        _log.error("cannot listen on %s: %s", where, error.strerror or error)
+        _log.error("listen_failed address=%s error=%s", where, error.strerror or error)
         return CANNOT_LISTEN
 
     def _follow_config(self, old: Config, new: Config) -> None:

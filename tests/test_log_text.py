@@ -1,4 +1,6 @@
 import json
+import logging
+import re
 from urllib.parse import parse_qsl
 
 import pytest
@@ -8,10 +10,12 @@ from hypothesis import strategies as st
 from omni_proxy.log_text import (
     MASK,
     SECRETS,
+    LogfmtFormatter,
     ascii_json,
     escape_unprintable,
     mask_secrets,
     mask_secrets_in_text,
+    quote_value,
 )
 from omni_proxy.wire.request import parse_request_head
 
@@ -91,3 +95,50 @@ def test_escaped_text_is_printable_except_for_line_ends_and_tabs(text):
     assert escaped.replace("\n", "").replace("\t", "").isprintable()
     if text.isprintable():
         assert escaped == text
+
+
+def formatted(text, *values):
+    record = logging.LogRecord("a", logging.INFO, "a.py", 1, text, values, None)
+    line = LogfmtFormatter().format(record)
+    assert record.args == values  # other handlers get the same record
+    return line
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        (("http://a:1", "refused"), "worker_lost worker=http://a:1 error=refused after=2s"),
+        (("a", "no such file"), 'worker_lost worker=a error="no such file" after=2s'),
+        (("a", 'say "no"'), r'worker_lost worker=a error="say \"no\"" after=2s'),
+        (("a", "x=1"), 'worker_lost worker=a error="x=1" after=2s'),
+        (("a", ""), 'worker_lost worker=a error="" after=2s'),
+        (("a", "two\nlines"), r'worker_lost worker=a error="two\nlines" after=2s'),
+        ((None, OSError(2, "gone")), 'worker_lost worker=None error="[Errno 2] gone" after=2s'),
+    ],
+)
+def test_values_are_quoted_if_they_are_not_one_word(values, line):
+    assert formatted("worker_lost worker=%s error=%s after=%ds", *values, 2) == line
+
+
+def test_an_explanation_may_follow():
+    assert formatted("a_b c=%s: it stays", "x") == "a_b c=x: it stays"
+    assert formatted("a_b c=%s, every %d s", "x y", 3) == 'a_b c="x y", every 3 s'
+
+
+def test_only_values_of_keys_are_quoted():
+    assert formatted("%s %s", "chat[0]", "a line") == "chat[0] a line"
+    assert formatted("worker_%s 100%% a=%5.1fs b=%s", "up", 1.25, "c d") == (
+        'worker_up 100% a=  1.2s b="c d"'
+    )
+    assert formatted("a=%s") == "a=%s"
+
+
+@given(st.text())
+def test_every_value_can_be_read_back(value):
+    quoted = quote_value(value)
+    assert "\n" not in quoted
+    if quoted.startswith('"'):
+        assert json.loads(quoted) == value
+    else:
+        assert quoted == value
+        assert re.fullmatch(r'[^\s"=]+', quoted)

@@ -120,7 +120,7 @@ class HypercornServer:
                 stream,  # type: ignore[arg-type]
             )
         except Exception as fault:  # any fault ends this connection only (hypercorn #225)
-            log.warning("admin_connection_failed error=%r", first_leaf_error(fault))
+            log.warning("admin_connection_failed error=%s", repr(first_leaf_error(fault)))
 
 
 def _settings() -> Config:

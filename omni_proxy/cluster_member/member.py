@@ -458,7 +458,7 @@ class ClusterMember:
         self._losses += self._connected_at is not None
         if self._error != reason or not self._is_logged:
             store = shown_url(self._config_store.config)
-            _log.warning("cluster_store_lost store=%s error=%r", store, reason)
+            _log.warning("cluster_store_lost store=%s error=%s", store, reason)
         self._error, self._is_logged = reason, True
 
 

@@ -190,7 +190,7 @@ class Members:
         try:
             listeners = await trio.open_tcp_listeners(0, host=host)
         except OSError as error:
-            _log.warning("cluster_calls_off host=%s error=%r", host, str(error))
+            _log.warning("cluster_calls_off host=%s error=%s", host, str(error))
             task_status.started()
             return
         port = listeners[0].socket.getsockname()[1]

@@ -327,7 +327,7 @@ class SharedWeights:
 
     def _lose(self, reason: str) -> None:
         if self.is_holder:
-            _log.error("cluster_weights_lost token=%d error=%r", self.token, reason)
+            _log.error("cluster_weights_lost token=%d error=%s", self.token, reason)
             self._lost_lease, self._acks = self._lease_value, None
 
     def _note_resumed(self, urls: Any) -> None:

@@ -108,7 +108,7 @@ class SharedWorkers:
             return
         change = decode_change(message.change)
         if change is None:
-            _log.warning("cluster_workers_unreadable member=%r", message.member[:200])
+            _log.warning("cluster_workers_unreadable member=%s", message.member[:200])
             return
         if message.revision > self._revisions.get(change.url, 0):
             self._revisions[change.url] = message.revision
@@ -134,7 +134,7 @@ class SharedWorkers:
         try:
             result = await self._config_store.change(edit, own=False)
         except HttpError as error:
-            _log.warning("cluster_workers_wait reason=%r", error.message)
+            _log.warning("cluster_workers_wait reason=%s", error.message)
             return False
         if result.error is not None:
             _log.error("cluster_workers_refused urls=%s error=%s", ",".join(changes), result.error)

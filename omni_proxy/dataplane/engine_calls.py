@@ -62,7 +62,7 @@ class AbortCall(SideTask):
             start = await run_attempt(self, exchange, head, self.services.pools.of(worker))
             await read_body(self, start, "abort")
         except _FAILURES as failure:
-            _log.debug('abort_failed worker=%s error="%s"', worker.url, failure)
+            _log.debug("abort_failed worker=%s error=%s", worker.url, failure)
 
 
 def abort_at(services: ExchangeServices, worker: Worker, rid: str) -> None:

@@ -169,14 +169,17 @@ class Discovery:
             self._changed.set()
 
     def _log_change(self, name: str, member: SourceMember) -> None:
-        pod = member.found.discovered.pod
-        where = f"source={name}" + (f" pod={pod}" if pod else "")
+        pod, url = member.found.discovered.pod or "none", member.url
         if member.state is DiscoveryState.OPEN:
             known = self._fleet.find(member.url) is not None
-            _log.info("worker_%s worker=%s %s", "ready" if known else "found", member.url, where)
+            state = "ready" if known else "found"
+            _log.info("worker_%s worker=%s source=%s pod=%s", state, url, name, pod)
         else:
             state = member.state.value
-            _log.info("worker_%s worker=%s %s reason=%s", state, member.url, where, member.reason)
+            _log.info(
+                "worker_%s worker=%s source=%s pod=%s reason=%s",
+                state, url, name, pod, member.reason,
+            )  # fmt: skip
 
     def _member(self, worker: Worker) -> SourceMember | None:
         """The worker's member in its source, if it has one."""

@@ -62,7 +62,7 @@ class OutlierRemoval:
             return
         if changed.outcome == "applied":
             _log.warning(
-                "worker_removed worker=%s reason=failed_requests error=%r", worker.url, error
+                "worker_removed worker=%s reason=failed_requests error=%s", worker.url, error
             )
         elif changed.error is not None:
             _log.error("worker_remove_failed worker=%s error=%s", worker.url, changed.error)

@@ -382,5 +382,9 @@ def log_health(worker: Worker, before: Health) -> None:
         _log.debug("worker_health worker=%s from=%s to=%s launching=true", worker.url, before, now)
         return
     level = logging.INFO if now in (Health.HEALTHY, Health.UNKNOWN) else logging.WARNING
-    reason = f" error={error}" if error and level == logging.WARNING else ""
-    _log.log(level, "worker_health worker=%s from=%s to=%s%s", worker.url, before, now, reason)
+    if error and level == logging.WARNING:
+        _log.warning(
+            "worker_health worker=%s from=%s to=%s error=%s", worker.url, before, now, error
+        )
+    else:
+        _log.log(level, "worker_health worker=%s from=%s to=%s", worker.url, before, now)

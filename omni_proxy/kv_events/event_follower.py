@@ -244,7 +244,7 @@ class EventFollower:
             elif find_spec(KV_EVENTS_MODULE) is None:
                 self._show_all("degraded", f"pyzmq is not installed: {KV_EVENTS_INSTALL}")
                 if not missing_logged:
-                    _log.error('kv_events_impossible reason="pyzmq missing: %s"', KV_EVENTS_INSTALL)
+                    _log.error("kv_events_impossible missing=pyzmq hint=%s", KV_EVENTS_INSTALL)
                 missing_logged = True
             else:
                 await self._run_process()
@@ -317,7 +317,7 @@ class EventFollower:
         if report.undecodable > followed.undecodable and now - counts.warned_at >= WARN_SECS:
             counts.warned_at = now
             _log.warning(
-                'kv_events_undecodable worker=%s events=%d reason="%s"',
+                "kv_events_undecodable worker=%s events=%d reason=%s",
                 followed.target.url, counts.undecodable, report.undecodable_reason,
             )  # fmt: skip
         followed.batches, followed.undecodable = report.batches, report.undecodable
@@ -428,6 +428,6 @@ def _set_mode(worker: Worker, mode: KvMode, reason: str) -> None:
     worker.kv_mode = mode
     level = logging.WARNING if mode == "degraded" else logging.INFO
     _log.log(
-        level, 'kv_events_mode worker=%s from=%s to=%s reason="%s"',
+        level, "kv_events_mode worker=%s from=%s to=%s reason=%s",
         worker.url, before, mode, reason,
     )  # fmt: skip

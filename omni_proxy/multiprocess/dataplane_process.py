@@ -225,7 +225,7 @@ class DataPlaneProcess:
         try:
             (descriptor,) = self._channel.take_descriptors()
         except OSError as error:  # the descriptor limit
-            _log.warning("prefix_trees_left_out error=%r", error.strerror)
+            _log.warning("prefix_trees_left_out error=%s", error.strerror)
             return
         try:
             saves = isinstance(message, SaveTreesCommand)
@@ -263,7 +263,7 @@ class DataPlaneProcess:
         try:
             dataplane.prepare(config)()
         except (OSError, ConfigError) as error:  # changed since the main process read them
-            _log.error('certificates_not_reloaded error="%s"', error)
+            _log.error("certificates_not_reloaded error=%s", error)
             dataplane.apply_without_listeners(config)
         dataplane.recorders.access_log = self._access_lines if server.access_log != OFF else None
         dataplane.recorders.route_log = self._route_lines if server.route_log != OFF else None

@@ -459,7 +459,7 @@ class ProcessManager:
     def _on_listen_error(self, handle: ProcessHandle, error: str) -> None:
         """Log the error once and retry with the next tick."""
         if not handle.listen_error:
-            _log.error('dataplane_process_listen_failed process=%d error="%s"', handle.index, error)
+            _log.error("dataplane_process_listen_failed process=%d error=%s", handle.index, error)
         handle.listen_error = error
         handle.listening, handle.listen_retry_pending = False, True
 

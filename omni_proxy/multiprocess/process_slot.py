@@ -79,7 +79,7 @@ class ProcessSlot:
             self.last_error = reason
             delay = backoff.next_delay(trio.current_time() - started_at)
             _log.error(
-                'dataplane_process_exited process=%d reason="%s" restart_in=%.1fs',
+                "dataplane_process_exited process=%d reason=%s restart_in=%.1fs",
                 self.index, reason, delay,
             )  # fmt: skip
             with trio.move_on_after(delay):

@@ -109,9 +109,7 @@ class ReuseportGroup:
         try:
             sock = self._socket(slot)
         except OSError as error:
-            _log.error(
-                'dataplane_process_shares_first_socket process=%d error="%s"', slot + 1, error
-            )
+            _log.error("dataplane_process_shares_first_socket process=%d error=%s", slot + 1, error)
             return self._sockets[0]
         if not self.shared and slot not in self._group:
             self._group.append(slot)
@@ -129,7 +127,7 @@ class ReuseportGroup:
             self._steered = indexes
         except OSError as error:
             self._steers = False
-            _log.warning('connection_steering_unavailable error="%s"', error)
+            _log.warning("connection_steering_unavailable error=%s", error)
 
     def close(self, slot: int) -> None:
         """Close a socket that no process serves and that gets no new connections.

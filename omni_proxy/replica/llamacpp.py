@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from omni_proxy.log_text import quote_value
+
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 # llama.cpp's levels: 1 errors, 2 warnings, 3 a line per step of a request, 4 everything.
 VERBOSITY = {"error": 1, "warning": 2, "info": 2, "debug": 3}
@@ -53,7 +55,8 @@ def serve(serving: LlamaServerConfig) -> NoReturn:
         server = xllamacpp.Server(_params(xllamacpp, serving))
     except RuntimeError as error:
         raise EngineError(f"llama.cpp did not start (its reason is above): {error}") from error
-    sys.stderr.write(f"{serving.model_name} is served at {server.listening_address}\n")
+    name = quote_value(serving.model_name)
+    sys.stderr.write(f"replica_ready model={name} url={server.listening_address}\n")
     sys.stderr.flush()
     signal.sigwait(STOP_SIGNALS)
     # Don't run the server's destructor: it may take long, and it ends a running stream with a clean

@@ -107,7 +107,7 @@ class KeySources(Generic[Entry]):
         except ConfigError as error:
             if entries is self._entries:
                 self._signatures, self.error = signatures, str(error)
-                _log.error("keys_reread_failed error=%r", str(error))
+                _log.error("keys_reread_failed error=%s", str(error))
             return
         if entries is not self._entries:
             return  # the configuration has changed in the meantime

@@ -81,7 +81,7 @@ class StateFile:
             except OSError as error:
                 self._state, self.error = None, f"{path}: {error.strerror}"
                 _log.error(
-                    "state_save_failed error=%r: retried at the next change and at SIGHUP",
+                    "state_save_failed error=%s: retried at the next change and at SIGHUP",
                     self.error,
                 )  # fmt: skip
                 return

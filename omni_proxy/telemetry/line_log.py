@@ -106,7 +106,9 @@ class LineLog:
         now = trio.current_time()
         if now - self._failure_reported_at >= FAILURE_REPORT_SECS:
             self._failure_reported_at = now
-            log.warning("cannot write to %s: %s (%d lines lost)", target, error, self.failed)
+            log.warning(
+                "log_write_failed target=%s lines_lost=%d error=%s", target, self.failed, error
+            )
 
 
 class _PartialWrite(OSError):

@@ -21,7 +21,14 @@ from typing import Final, TextIO
 
 import msgspec
 
-from omni_proxy.log_text import ascii_json, escape_unprintable, mask_secrets_in_text
+from omni_proxy.log_text import (
+    LINE_FORMAT,
+    LogfmtFormatter,
+    ascii_json,
+    escape_unprintable,
+    mask_secrets_in_text,
+    with_quoted_values,
+)
 from omni_proxy.telemetry import line_log
 from omni_proxy.telemetry.line_log import LineLog
 
@@ -152,16 +159,16 @@ class _Json(logging.Formatter):
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": mask_secrets_in_text(record.getMessage()),
+            "message": mask_secrets_in_text(with_quoted_values(record).getMessage()),
         }
         if record.exc_info:
             fields["traceback"] = mask_secrets_in_text(self.formatException(record.exc_info))
         return ascii_json(msgspec.json.encode(fields)).decode()
 
 
-class _Text(logging.Formatter):
+class _Text(LogfmtFormatter):
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+        super().__init__(LINE_FORMAT)
 
     def format(self, record: logging.LogRecord) -> str:
         return escape_unprintable(mask_secrets_in_text(super().format(record)))

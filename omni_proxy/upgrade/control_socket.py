@@ -93,7 +93,7 @@ class UpgradeService:
     async def _upgrade_by_signal(self) -> None:
         await self.open.wait()
         with suppress(UpgradeFailed):  # `upgrade` has logged it
-            await self.outgoing.upgrade(None, partial(_log.info, "upgrade_progress text=%r"))
+            await self.outgoing.upgrade(None, partial(_log.info, "upgrade_progress text=%s"))
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         assert self._nursery is not None

@@ -111,7 +111,7 @@ class Outgoing:
             raise UpgradeFailed(f"the new program was not ready within {timeout_secs:g} s{why}")
         except UpgradeFailed as failure:
             self.last_error = str(failure)
-            _log.error("upgrade_failed error=%r", str(failure))
+            _log.error("upgrade_failed error=%s", str(failure))
             raise
         finally:
             self.running = False
@@ -393,4 +393,4 @@ def _redirect(path: Path, target: str) -> None:
         link.symlink_to(target)
         link.replace(path)
     except OSError as error:
-        _log.warning("admin_socket_not_redirected path=%s error=%r", path, error.strerror)
+        _log.warning("admin_socket_not_redirected path=%s error=%s", path, error.strerror)

@@ -83,7 +83,7 @@ def _new_file(stack: ExitStack) -> int | None:
     try:
         file = tree_file()
     except OSError as error:
-        _log.warning("prefix_trees_left_out error=%r", error.strerror)
+        _log.warning("prefix_trees_left_out error=%s", error.strerror)
         return None
     stack.callback(os.close, file)
     return file
@@ -94,7 +94,7 @@ def _send(handle: ProcessHandle, command: SaveTreesCommand | LoadTreesCommand, f
     try:
         return handle.send_files(command, file)
     except OSError as error:
-        _log.warning("prefix_trees_left_out process=%d error=%r", handle.index, error.strerror)
+        _log.warning("prefix_trees_left_out process=%d error=%s", handle.index, error.strerror)
         return 0
 
 

@@ -160,7 +160,7 @@ class StateJournal:
             self.readable = False
             self._all_uncertain = f"the journal {file.path} can't be read: {error}"
         for url, reason in self.uncertain.items():
-            _log.warning("worker_still_uncertain worker=%s reason=%r", url, reason)
+            _log.warning("worker_still_uncertain worker=%s reason=%s", url, reason)
         for url in self.all_paused:
             _log.warning("worker_still_paused worker=%s", url)
         fleet.watch_members(self._cordon_all)
@@ -324,7 +324,7 @@ class StateJournal:
     def mark_uncertain(self, reasons: dict[str, str]) -> None:
         """Mark workers uncertain, and cordon them. `reasons`: by worker URL."""
         for url, reason in reasons.items():
-            _log.warning("worker_uncertain worker=%s reason=%r", url, reason)
+            _log.warning("worker_uncertain worker=%s reason=%s", url, reason)
         self.uncertain.update(reasons)
         self._cordon_all()
 
@@ -360,7 +360,7 @@ class StateJournal:
     def record_error(self, error: OSError) -> None:
         """Log a write error of the journal, and show it in the status."""
         self.error = f"{self.path}: {error.strerror or error}"
-        _log.error("weight_journal_write_failed error=%r", self.error)
+        _log.error("weight_journal_write_failed error=%s", self.error)
 
     async def _try_to_write(self) -> None:
         try:

@@ -139,7 +139,7 @@ async def picked(tmp_path, *, changes=(), more="", tables="", names=("a", "b"), 
 
 
 async def grpc_listens(picker: Program) -> None:
-    await picker.until_logged(r"listening on \S+ for Envoy")
+    await picker.until_logged(r"listener_opened url=\S+ purpose=external_processor")
 
 
 async def idle(picker: Program) -> None:

@@ -128,7 +128,7 @@ class Program:
             return found
 
     async def arrive(self) -> None:
-        url = (await self.until_logged(r"listening on (http:[^\s\"]+)"))[1]
+        url = (await self.until_logged(r"listener_opened url=(http:[^\s\"]+)"))[1]
         self.client.base_url = httpx.URL(url)
         await self.until("/live", lambda body: body.get("status") == "alive")
 

@@ -86,7 +86,7 @@ def _until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
     deadline = time.monotonic() + READY_SECS
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()
-        match = re.search(r"listening on (http://\S+)", log.read_text())
+        match = re.search(r"listener_opened url=(http://\S+)", log.read_text())
         if match:
             with urllib.request.urlopen(f"{match[1]}/workers", timeout=5) as answer:
                 if json.load(answer)["routable_workers"] == 1:

@@ -204,6 +204,8 @@ async def test_each_change_is_audited_across_disconnects_rotation_and_a_full_dis
             put(file, config("/dev/full"))
             await running.until_logged("revision=2")
             assert (await running.client.post("/reload", headers=key)).status_code == 200
-            await running.until_logged("cannot write to /dev/full: .*No space left on device")
+            await running.until_logged(
+                "log_write_failed target=/dev/full .*No space left on device"
+            )
             metrics = (await running.client.get("/metrics", headers=key)).text
             assert 'lines_lost_total{log="audit_log",reason="unwritable"} 1.0' in metrics

@@ -46,7 +46,7 @@ async def client_at(address):
 
 
 async def admin_address(running):
-    match = await running.until_logged(r"listening on (\S+) for admin requests")
+    match = await running.until_logged(r"listener_opened url=(\S+) purpose=admin")
     return match[1].removeprefix("http://")
 
 

@@ -38,7 +38,7 @@ async def proxy(tmp_path):
     async with workers("w") as (worker,):
         put(file, toml([worker], port=free_port(), more=f"{TLS}[admin]\napi_key = '{KEY}'\n"))
         async with starting("--config", file) as running:
-            url = (await running.until_logged(r"listening on (https://[^\s\"]+)"))[1]
+            url = (await running.until_logged(r"listener_opened url=(https://[^\s\"]+)"))[1]
             await running.until_logged("from=unknown to=healthy")
             yield file, url, worker.url
 

@@ -178,5 +178,5 @@ async def test_a_port_in_use_prevents_the_start_with_a_message(tmp_path):
             )
     output = refused.stderr.decode()
     assert refused.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in output
+    assert f'listen_failed address=127.0.0.1:{port} error="Address already in use"' in output
     assert "Traceback" not in output

@@ -43,7 +43,7 @@ async def test_a_bracketed_ipv6_host_listens_moves_and_logs_its_clients(tmp_path
             assert (await status_of(file))["revision"] == 1
             new_port = free_port()
             put(file, toml(fleet, port=new_port, more=f"{more}'[::]'"))
-            await running.until_logged(rf"listening on http://\[::\]:{new_port}")
+            await running.until_logged(rf"listener_opened url=http://\[::\]:{new_port}")
             assert (await status_of(file))["revision"] == 2
     clients = [json.loads(line)["client"] for line in log.read_text().splitlines()]
     assert clients

@@ -113,7 +113,7 @@ def replicas_of(file):
     return pids
 
 
-@pytest.mark.parametrize("message", ["proxy_started", "listening on"])
+@pytest.mark.parametrize("message", ["proxy_started", "listener_opened"])
 async def test_a_sigterm_during_the_start_leaves_no_replica_behind(file, message):
     async with starting("--config", file) as running:
         await running.until_logged(message)
@@ -185,7 +185,7 @@ async def test_launch_reports_a_port_in_use_at_once(arguments, tmp_path, base_po
         other.listen()
         async with starting(*arguments) as running:
             await running.until_logged(
-                f"cannot listen on 127.0.0.1:{base_port + 2}: Address already in"
+                f'listen_failed address=127.0.0.1:{base_port + 2} error="Address already in'
             )
             with trio.fail_after(30):
                 assert await running.process.wait() == 1

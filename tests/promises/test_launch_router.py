@@ -136,7 +136,9 @@ async def test_a_port_in_use_raises_an_error_in_the_caller(tmp_path):
         async with trainer(code, tmp_path, stderr=subprocess.PIPE) as running:
             output = b"".join([piece async for piece in running.process.stderr]).decode()
             assert await running.ended() == 1
-            assert f"cannot listen on 127.0.0.1:{taken}: Address already in use" in output
+            assert (
+                f'listen_failed address=127.0.0.1:{taken} error="Address already in use"' in output
+            )
             assert "RouterEnded: omni-proxy ended with exit status 1" in output
 
 

@@ -286,7 +286,7 @@ async def test_log_lines_lost_on_a_full_disk_are_counted(tmp_path):
                     lost = min(
                         lost_lines[f"{kind}_log", "unwritable"] for kind in ("access", "route")
                     )
-            await running.until_logged("cannot write to /dev/full")
+            await running.until_logged("log_write_failed target=/dev/full")
 
 
 async def test_a_drained_worker_finishes_its_stream_and_gets_no_other(tmp_path):

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("soon")
 
 async def client_of(running, times=1):
     match = await running.until_logged(
-        r"(?s)" + r".*?".join([r"listening on (http://\S+) for metrics"] * times)
+        r"(?s)" + r".*?".join([r"listener_opened url=(http://\S+) purpose=metrics"] * times)
     )
     return httpx.AsyncClient(base_url=match[times], trust_env=False, verify=False)
 
@@ -52,12 +52,12 @@ async def test_a_reload_adds_and_moves_the_listener_next_to_the_admin_listener(t
             async with await client_of(running) as client:
                 assert (await client.get("/metrics")).status_code == 200
                 listeners = await running.until_logged(
-                    r"listening on (http://\S+) for admin requests"
+                    r"listener_opened url=(http://\S+) purpose=admin"
                 )
                 assert listeners[1] != str(client.base_url)
                 address = str(client.base_url).removeprefix("http://").rstrip("/")
             put(file, toml(fleet, more="[admin]\nmetrics_listen = 'unix:" + str(tmp_path / "m'\n")))
-            await running.until_logged(r"listening on unix:\S+ for metrics")
+            await running.until_logged(r"listener_opened url=unix:\S+ purpose=metrics")
             transport = httpx.AsyncHTTPTransport(uds=str(tmp_path / "m"))
             async with httpx.AsyncClient(transport=transport, base_url="http://m") as client:
                 assert (await client.get("/metrics")).status_code == 200

@@ -197,7 +197,7 @@ async def test_a_new_port_opens_before_the_old_one_closes_and_connections_finish
         ) as response:
             await one.halfway.wait()
             put(file, toml([one], port=second))
-            await running.until_logged(f"listening on http://127.0.0.1:{second}")
+            await running.until_logged(f"listener_opened url=http://127.0.0.1:{second}")
             running.client.base_url = httpx.URL(f"http://127.0.0.1:{second}")
             body = await running.get_json("/status")
             assert body["listeners"] == [f"127.0.0.1:{second}"]

@@ -52,7 +52,7 @@ async def test_a_change_responds_after_the_slowest_process_has_applied_it(
     async with workers("a") as fleet:
         put(tmp_path / "proxy.toml", toml(fleet, more=f"processes = 2\n{more}"))
         async with starting("--config", tmp_path / "proxy.toml") as running:
-            await running.until_logged("listening on .* for admin requests")
+            await running.until_logged("listener_opened .*purpose=admin")
             transport = httpx.AsyncHTTPTransport(uds=str(sock))
             running.client = httpx.AsyncClient(transport=transport, base_url="http://control")
             body = await running.until("/status", serving)

@@ -31,7 +31,7 @@ FLAGS = ("--tls-cert-path", CERT, "--tls-key-path", KEY)
 async def secure_program(*arguments):
     """Starts the program with a client that uses HTTPS."""
     async with starting(*arguments) as running:
-        url = (await running.until_logged(r"listening on (https://[^\s\"]+)"))[1]
+        url = (await running.until_logged(r"listener_opened url=(https://[^\s\"]+)"))[1]
         await running.client.aclose()
         running.client = httpx.AsyncClient(
             base_url=url, verify=client_context(), timeout=PATIENCE_SECS, trust_env=False
@@ -102,7 +102,7 @@ async def test_commands_find_a_program_with_tls_by_its_configuration_file(tmp_pa
             status, body = await command("workers", "list", "--config", file)
             assert (status, fleet[0].url in body) == (0, True), body
             put(file, f"{config}[admin]\nlisten = 'unix:{socket_path}'\n")
-            await running.until_logged("for admin requests")
+            await running.until_logged("purpose=admin")
             status, body = await command("workers", "disable", fleet[0].url, "--config", file)
             assert status == 0, body
             status, body = await command("status", "--url", str(running.client.base_url))

@@ -146,7 +146,7 @@ async def test_skyrl_starts_the_router_before_its_servers_and_keeps_trajectories
         assert texts["t0", samples[0][0]["header"]] != texts["t0", "step-0"]
         all_samples = [sample for round_ in samples for sample in round_]
         assert all(len(workers) == 1 for workers in workers_by_session(all_samples).values())
-        assert "listening on http://127.0.0.1:" in trainer.log
-        assert "for metrics" in trainer.log
+        assert "listener_opened url=http://127.0.0.1:" in trainer.log
+        assert "purpose=metrics" in trainer.log
         assert "Traceback" not in trainer.log + trainer.output
         assert trainer.end in ({"exitcode": 0, "killed": False}, {"exitcode": -9, "killed": True})

@@ -50,7 +50,7 @@ async def test_a_listener_replaces_a_stale_socket_file_and_removes_its_own(tmp_p
         more = f"host = 'unix:{path}'\nunix_mode = '0600'\n"
         file.write_text(toml(fleet, port=30000, more=more))
         async with starting("--config", file) as running:
-            await running.until_logged(f"listening on unix:{path}")
+            await running.until_logged(f"listener_opened url=unix:{path}")
             assert path.stat().st_mode & 0o777 == 0o600
             transport = httpx.AsyncHTTPTransport(uds=str(path))
             await running.client.aclose()
@@ -59,6 +59,6 @@ async def test_a_listener_replaces_a_stale_socket_file_and_removes_its_own(tmp_p
             assert (await running.ask()).status_code == 200
             status, body = await command("--config", file)
             assert status == 1, body
-            assert f"cannot listen on unix:{path}: another program" in body
+            assert f'listen_failed address=unix:{path} error="another program' in body
             assert (await running.ask()).status_code == 200
         assert not path.exists()

@@ -33,7 +33,7 @@ def replica(request):
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
         try:
             line = ""
-            while "is served at" not in line:
+            while "replica_ready" not in line:
                 line = process.stderr.readline()
                 assert line, "the replica exited before it was ready"
             yield process, f"http://127.0.0.1:{port}"

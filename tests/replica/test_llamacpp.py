@@ -55,7 +55,7 @@ def replica() -> Iterator[Replica]:
         ) as client,
     ):
         assert process.stderr is not None
-        startup_lines = list(takewhile(lambda line: "is served at" not in line, process.stderr))
+        startup_lines = list(takewhile(lambda line: "replica_ready" not in line, process.stderr))
         assert process.poll() is None, startup_lines
         try:
             yield Replica(process, client)

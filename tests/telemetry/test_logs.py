@@ -88,7 +88,7 @@ def test_a_file_gets_the_same_lines_from_its_configuration_on(capsys):
     configure("info", "text", lines)
     logging.getLogger("omni_proxy").info("key=%s", "url?api_key=abc")
     (line,) = lines.kept
-    assert line.endswith("INFO    omni_proxy: key=url?api_key=***")
+    assert line.endswith('INFO    omni_proxy: key="url?api_key=***"')
     assert capsys.readouterr().err.splitlines()[1] == line
     configure("info", "json")
     logging.getLogger("omni_proxy").info("as json")

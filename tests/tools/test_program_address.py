@@ -7,7 +7,7 @@ import trio
 
 from tools.program_address import program_address
 
-LINE = "INFO listening on http://127.0.0.1:4711"
+LINE = "INFO listener_opened url=http://127.0.0.1:4711 purpose=requests"
 
 
 async def started(nursery, line):

@@ -206,8 +206,8 @@ def _url_of(config: Config, file: Path) -> str:
         host, port = listen.rpartition(":")[0].strip("[]"), int(listen.rpartition(":")[2])
     if port == 0:
         raise AdminClientError(
-            f"{file} has port 0, any free port: see the proxy's log for `listening on`, and pass "
-            "that with --url URL"
+            f"{file} has port 0, any free port: see the proxy's log for `listener_opened`, and "
+            "pass its url with --url URL"
         )
     host = ANY_ADDRESS.get(host, host)
     scheme = "https" if config.server.tls_cert else "http"

@@ -219,10 +219,10 @@ class Listener(IoHandler):
 
     def _on_accept_error(self, error: OSError) -> None:
         if error.errno not in EXHAUSTION_ERRNOS:
-            _log.error('accept_failed listener=%s error="%s"', self.address, error)
+            _log.error("accept_failed listener=%s error=%s", self.address, error)
         else:
             if not self._pause_logged:
-                _log.error('accept_paused listener=%s error="%s"', self.address, error.strerror)
+                _log.error("accept_paused listener=%s error=%s", self.address, error.strerror)
             self._at_fd_limit = self._pause_logged = True
         self._stalled = True
 

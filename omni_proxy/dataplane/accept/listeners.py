@@ -243,9 +243,9 @@ class Listeners:
 
     def _log_listening(self, address: ListenAddress, listener: Listener) -> None:
         if not self.held:
-            suffix = " for admin requests" if address.admin else ""
-            suffix = " for metrics" if address.metrics else suffix
-            _log.info("listening on %s%s", self._url(address, listener), suffix)
+            purpose = "metrics" if address.metrics else "admin" if address.admin else "requests"
+            url = self._url(address, listener)
+            _log.info("listener_opened url=%s purpose=%s", url, purpose)
 
     def _url(self, address: ListenAddress, listener: Listener) -> str:
         if address.is_file:

@@ -48,5 +48,5 @@ def _parse(io: ExchangeIO, data: bytes) -> ProxyHeader | None:
     except ProxyHeaderError as error:
         totals.failed_proxy_headers += 1
         level = logging.WARNING if totals.failed_proxy_headers == 1 else logging.DEBUG
-        _log.log(level, 'proxy_header_invalid peer=%s error="%s"', io.peer, error)
+        _log.log(level, "proxy_header_invalid peer=%s error=%s", io.peer, error)
         raise ClientDisconnected from None

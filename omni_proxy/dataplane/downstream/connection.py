@@ -107,7 +107,7 @@ class Connection(ExchangeIO):
             self.services.totals.failed_handshakes += 1
             timeout = f"timeout in phase {error}" if isinstance(error, PhaseTimeout) else ""
             cause = timeout or tls_error_text(error)
-            _log.debug('tls_handshake_failed peer=%s error="%s"', self.peer, cause)
+            _log.debug("tls_handshake_failed peer=%s error=%s", self.peer, cause)
             return False
         return True
 

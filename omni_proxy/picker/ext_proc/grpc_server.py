@@ -165,7 +165,7 @@ class GrpcServer:
         )
         self.address = self._listen.bind(partial(self._add_port, server))
         await server.start()
-        _log.info("listening on %s for Envoy's external processor", self.address)
+        _log.info("listener_opened url=%s purpose=external_processor", self.address)
         self._loop, self._stop, self._cut = asyncio.get_running_loop(), stop, cut
         listens()
         ends = [asyncio.create_task(event.wait()) for event in (stop, cut)]

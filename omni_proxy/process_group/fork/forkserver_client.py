@@ -229,7 +229,7 @@ def _describe_exit(status: int, stderr: int) -> str:
     text = tail.decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if lines:
-        log.warning("receiver_process_stderr status=%d text=%r", status, " | ".join(lines))
+        log.warning("receiver_process_stderr status=%d text=%s", status, " | ".join(lines))
     if status == -signal.SIGABRT and GLOO_OVERSENT in text:
         return "the trainer sent more bytes than it announced, which ended the receiver process"
     last = f": {lines[-1]}" if lines else ""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from omni_proxy.log_text import LogfmtFormatter
 from omni_proxy.process_group.broadcast.mapped_file import map_file, map_for_receive, prefault
 from omni_proxy.process_group.broadcast.transfer import LocalReceived, ReceiveOrder, Transfer
 from omni_proxy.process_group.fork.forkserver import run
@@ -149,6 +150,7 @@ class _ForwardingLogHandler(logging.Handler):
 
     def __init__(self, events: _EventWriter) -> None:
         super().__init__()
+        self.setFormatter(LogfmtFormatter())
         self._events = events
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -30,10 +30,10 @@ from hypercorn.utils import wrap_app
 from quart_trio import QuartTrio
 
 from omni_proxy.hypercorn_connection import HypercornConnection, first_leaf_error, protect_last_send
+from omni_proxy.log_text import log_to_stderr
 from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.config import PipelineConfig
 from omni_proxy.replica.pipeline.runtime import Runtime, StartError, open_pipeline
-from omni_proxy.replica.pipeline.stage import LOG_FORMAT
 from omni_proxy.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class ReplicaServer:
         with trio.move_on_after(secs):
             await self._all_closed.wait()
         if self._streams:
-            log.warning("drain_timeout connections_reset=%d", len(self._streams))
+            log.warning("replica_drain_timeout connections_reset=%d", len(self._streams))
         for stream in list(self._streams):
             _reset(stream)
         with trio.move_on_after(RESET_SECS):
@@ -135,7 +135,7 @@ class ReplicaServer:
                 stream,  # type: ignore[arg-type]
             )
         except Exception as fault:  # client input must not end the server (hypercorn #225)
-            log.warning("connection_failed error=%r", first_leaf_error(fault))
+            log.warning("replica_connection_failed error=%s", repr(first_leaf_error(fault)))
         finally:
             self._streams.discard(stream)
             self._check_all_closed()
@@ -178,7 +178,7 @@ async def launch_server(
     `model_name` defaults to the pipeline's name. Raises ListenError, PipelineConfigError, or
     StartError if a stage does not start.
     """
-    logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
+    log_to_stderr(log_level.upper())
     sys.setswitchinterval(SWITCH_SECS)
     options.setdefault("model_name", pipeline_config.name)
     options.setdefault("model_path", pipeline_config.model_path)
@@ -213,7 +213,7 @@ class _ServerLifecycle:
                 if self.runtime is not None:
                     self.runtime.stop_waiting()
             else:
-                log.info("drain_started signal=%s", signal.Signals(number).name)
+                log.info("replica_drain_started signal=%s", signal.Signals(number).name)
                 self.stopping.set()
 
     async def serve(
@@ -240,7 +240,7 @@ class _ServerLifecycle:
         gc.freeze()
         host, port = listener.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
-        log.info("%s is served at http://%s:%d", options["model_name"], address, port)
+        log.info("replica_ready model=%s url=http://%s:%d", options["model_name"], address, port)
         await Watchdog().run()
 
 

@@ -47,7 +47,6 @@ StageFunction = Callable[[StagePayload, EmitChunk, Aborted], dict[str, Any]]
 
 
 Record = Callable[[str, str, dict[str, Any]], None]
-LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 Inbox = queue.SimpleQueue[StageInput]
 
 

@@ -24,6 +24,7 @@ import msgspec
 import trio
 
 from omni_proxy.child_exit import exit_text, wait_or_kill
+from omni_proxy.log_text import log_to_stderr
 from omni_proxy.replica.hard_exit import exit_process
 from omni_proxy.replica.pipeline.config import FlowError, StageConfig
 from omni_proxy.replica.pipeline.messages import (
@@ -38,7 +39,6 @@ from omni_proxy.replica.pipeline.messages import (
     StageOutput,
 )
 from omni_proxy.replica.pipeline.stage import (
-    LOG_FORMAT,
     Inbox,
     make_inbox,
     run_stage,
@@ -252,7 +252,7 @@ def _receive_frames(connection: socket.socket) -> bytes:
 def _start_stages(connection: socket.socket, inboxes: dict[str, Inbox]) -> Callable[[bytes], None]:
     def begin(body: bytes) -> None:
         start = msgspec.msgpack.decode(body, type=ProcessStart)
-        logging.basicConfig(level=start.log_level, format=LOG_FORMAT)
+        log_to_stderr(start.log_level)
         sys.path[:] = start.sys_path
         emit = _make_emit(connection)
         for stage in start.stages:

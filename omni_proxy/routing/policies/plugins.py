@@ -114,7 +114,7 @@ def create_plugin(routing: RoutingConfig, random_below: RandomBelow, now: float)
         inner = load_policy_class(name).create(routing, random_below, now)
     except Exception as error:
         _log.error(
-            'policy_unavailable policy=%s error="%s" fallback=%s',
+            "policy_unavailable policy=%s error=%s fallback=%s",
             name, _error_text(error), FALLBACK,
         )  # fmt: skip
         return GuardedPolicy(name, None, now)
@@ -221,7 +221,7 @@ class GuardedPolicy(Policy):
             return
         self._log_after = self._now + LOG_INTERVAL_SECS
         _log.error(
-            'policy_failed policy=%s method=%s error="%s" failures=%d fallback=%s',
+            "policy_failed policy=%s method=%s error=%s failures=%d fallback=%s",
             self.name, method, _error_text(error), self.failures, FALLBACK,
         )  # fmt: skip
 

@@ -145,7 +145,7 @@ class CatchUp:
                 reason = await self._deliver(worker, target)
             if not reason:
                 return True
-            _log.warning("catch_up_failed worker=%s error=%r", worker.url, reason)
+            _log.warning("catch_up_failed worker=%s error=%s", worker.url, reason)
             if (pause := next(pauses, None)) is None:
                 await self._give_up(worker, target, reason)
                 return True
@@ -199,7 +199,7 @@ class CatchUp:
         if problem:
             return problem
         self.caught_up += 1
-        _log.info("worker_caught_up worker=%s version=%r", worker.url, expected.label)
+        _log.info("worker_caught_up worker=%s version=%s", worker.url, expected.label)
         await self._record(worker, expected)
         self._fleet.cache_cleared(worker)
         return ""
@@ -222,7 +222,7 @@ class CatchUp:
         if not result.success:
             return result.reason
         self.caught_up += 1
-        _log.info("worker_caught_up worker=%s version=%r", worker.url, version.name)
+        _log.info("worker_caught_up worker=%s version=%s", worker.url, version.name)
         await self._record(worker, expected)
         self._fleet.cache_cleared(worker)
         return ""

@@ -119,7 +119,7 @@ class _Announcer:
             if self._incoming.pending.fault() is not None:
                 return
             if not result.success or not _keeps_any(result):
-                _log.debug("prefetch_declined worker=%s reason=%r", worker.url, result.reason)
+                _log.debug("prefetch_declined worker=%s reason=%s", worker.url, result.reason)
                 return
             announced = upto
 

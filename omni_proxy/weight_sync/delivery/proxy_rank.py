@@ -74,7 +74,7 @@ class ProxyRank:
         try:
             (await self._open()).warm()
         except GroupError as error:
-            _log.warning("weight_sync_unavailable error=%r", str(error))
+            _log.warning("weight_sync_unavailable error=%s", str(error))
         await self.close_when_unused()  # in case the mode has changed during the import
 
     async def close_when_unused(self) -> None:

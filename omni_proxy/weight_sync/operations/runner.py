@@ -225,7 +225,7 @@ class OperationRunner:
             return with_override(state, url, disabled=True)
 
         await self._config_store.change(edit, at_once=True)
-        _log.warning("worker_disabled worker=%s reason=%r", url, reason)
+        _log.warning("worker_disabled worker=%s reason=%s", url, reason)
 
     def _record_pauses(self, results: Sequence[WorkerResult]) -> None:
         keeps_pause = self._call.body_field("keep_pause") is True

@@ -203,7 +203,7 @@ class BatchChange:
             self._fleet.set_version(worker, before.label, before.epoch)
             self._progress.put(transitions.refuse(self._progress.now, url, result.reason))
             await self._progress.save()
-            _log.warning("rollout_refused worker=%s reason=%r", url, result.reason)
+            _log.warning("rollout_refused worker=%s reason=%s", url, result.reason)
             self._release(worker)
             return
         digest, problem = None, "" if result.success else result.reason
@@ -250,7 +250,7 @@ class BatchChange:
             self._journal.clear_uncertain([url])
             self._progress.put(transitions.succeed(self._progress.now, url, epoch, digest))
             await self._progress.save()
-        _log.info("rollout_updated worker=%s version=%r epoch=%d", url, state.label, epoch)
+        _log.info("rollout_updated worker=%s version=%s epoch=%d", url, state.label, epoch)
         self._release(worker)
 
     def _target(self, digest: Digest | None) -> TargetVersion:
@@ -308,7 +308,7 @@ class BatchChange:
         self._journal.clear_uncertain([worker.url])
         self._progress.put(transitions.restore(self._progress.now, worker.url))
         await self._progress.save()
-        _log.info("rollout_restored worker=%s version=%r", worker.url, former.label)
+        _log.info("rollout_restored worker=%s version=%s", worker.url, former.label)
         self._release(worker)
 
     async def _lose(self, worker: Worker, problem: str) -> None:

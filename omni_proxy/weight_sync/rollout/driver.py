@@ -93,7 +93,7 @@ class FleetView:
                 joined.append(await self.describe(worker))
             except CannotUpdate as error:
                 self._rejected[worker.url] = worker.health.epoch
-                _log.warning("rollout_left_out worker=%s reason=%r", worker.url, str(error))
+                _log.warning("rollout_left_out worker=%s reason=%s", worker.url, str(error))
         return joined
 
     async def describe(self, worker: Worker) -> RolloutWorker:
@@ -229,9 +229,8 @@ class RolloutDriver:
         finally:
             progress.ending = False
         level = logging.INFO if end.phase is RolloutPhase.SUCCEEDED else logging.WARNING
-        cause = f" cause={end.cause!r}" if end.cause else ""
-        name, phase = state.label, end.phase
-        _log.log(level, "rollout_%s id=%s version=%r%s", phase, state.id, name, cause)
+        name, phase, cause = state.label, end.phase, end.cause or "none"
+        _log.log(level, "rollout_%s id=%s version=%s cause=%s", phase, state.id, name, cause)
 
     async def _publish_to_all(self) -> None:
         """Make the version the target of all workers, also of those that become healthy later."""

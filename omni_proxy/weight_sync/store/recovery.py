@@ -65,7 +65,7 @@ def recover_versions(root: Path) -> dict[int, Manifest]:
 
 def set_aside(folder: Path, reason: str) -> None:
     """Renames the folder of a damaged version; it is kept for inspection until the next start."""
-    _log.error("stored_version_damaged folder=%s reason=%r", folder, reason)
+    _log.error("stored_version_damaged folder=%s reason=%s", folder, reason)
     aside = folder.with_name(f"{folder.name}.damaged")
     filesystem.remove(aside)
     filesystem.move(folder, aside)
@@ -180,7 +180,7 @@ def _remove_if_stale(folder: Path) -> bool:
         finally:
             os.close(descriptor)
     except OSError as error:
-        _log.warning("stale_shared_memory_kept folder=%s error=%r", folder, str(error))
+        _log.warning("stale_shared_memory_kept folder=%s error=%s", folder, str(error))
         return False
     _log.info("stale_shared_memory_removed folder=%s", folder)
     return True

@@ -121,7 +121,7 @@ class StoreService:
             await self.run_in_thread(store.publish, version, label, epoch)
         except (OSError, UnknownVersion) as error:
             self.error = f"{version.name}: {error}"
-            _log.error("version_publish_not_recorded version=%r error=%r", version.name, str(error))
+            _log.error("version_publish_not_recorded version=%s error=%s", version.name, str(error))
         self.wake()
 
     def wake(self) -> None:
@@ -150,7 +150,7 @@ class StoreService:
                 await self.run_in_thread(store.leave)
             except OSError as error:
                 _log.warning(
-                    "version_store_close_failed folder=%s error=%r", store.folder, str(error)
+                    "version_store_close_failed folder=%s error=%s", store.folder, str(error)
                 )
 
     async def _open_if_enabled(self) -> None:
@@ -158,7 +158,7 @@ class StoreService:
             try:
                 await self.open()
             except OSError:
-                _log.error("version_store_unavailable error=%r", self.error)
+                _log.error("version_store_unavailable error=%s", self.error)
 
     async def _maintain(self) -> bool:
         """Writes and verifies versions. Returns whether all of that succeeded."""
@@ -178,7 +178,7 @@ class StoreService:
                 pass  # a newer version has replaced it
             except OSError as error:
                 self.error = f"{version.name}: {error.strerror or error}"
-                _log.error("version_persist_failed version=%r error=%r", version.name, str(error))
+                _log.error("version_persist_failed version=%s error=%s", version.name, str(error))
                 succeeded = False
         return succeeded
 

@@ -121,7 +121,7 @@ class RoundDelivery:
             self.version = await self._version_service.proxy_rank.seal(label)
         except (OSError, LookupError) as error:
             self.error = f"the received version could not be stored: {error}"
-            _log.error("version_seal_failed error=%r", str(error))
+            _log.error("version_seal_failed error=%s", str(error))
 
     async def deliver(
         self, version: StoredVersion, workers: Sequence[Worker], headers: Mapping[str, str]

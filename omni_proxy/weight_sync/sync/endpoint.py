@@ -294,7 +294,7 @@ class SyncEndpoint:
             assert owner is not None
             raise _owned_error(owner, lifecycle.describe(), lifecycle.sync.state)
         else:
-            _log.warning("stale_group_replaced sync=%r", lifecycle.describe())
+            _log.warning("stale_group_replaced sync=%s", lifecycle.describe())
             lifecycle.interrupt("its trainer is gone, and another one took over", "owner_dead")
 
 

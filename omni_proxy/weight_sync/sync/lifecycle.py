@@ -349,7 +349,7 @@ class SyncLifecycle:
         self.end_cause, self.end_status, self._lost_member = cause, STATUS.get(reason, 502), name
         self.meters.aborts[reason] += 1
         _log.warning(
-            "weight_sync_aborted reason=%s sync=%r cause=%r", reason, self.describe(), cause
+            "weight_sync_aborted reason=%s sync=%s cause=%s", reason, self.describe(), cause
         )
         if self._fan_out is not None:
             # If only one member is lost, the others may still succeed.

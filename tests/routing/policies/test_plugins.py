@@ -112,7 +112,7 @@ def test_the_fallback_picks_if_a_policy_raises(caplog):
     assert policy.stats()["policy_failures"] == 7
     (line,) = caplog.messages
     assert line.startswith(
-        f'policy_failed policy={HERE}:Faulty method=pick error="ZeroDivisionError'
+        f"policy_failed policy={HERE}:Faulty method=pick error=ZeroDivisionError"
     )
     assert line.endswith("failures=1 fallback=least_request")
 

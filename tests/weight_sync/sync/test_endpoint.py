@@ -84,7 +84,7 @@ async def test_a_new_trainer_replaces_a_dead_one_before_the_watchdog_notices(
     async with open_trainer_store(port) as other:
         assert (other.port == trainer.store.port) is same_port
         assert (await trainer.ask(INIT, **init_body(other))).ok
-        assert "stale_group_replaced sync=\"group 'g'" in caplog.text
+        assert "stale_group_replaced sync=group 'g'" in caplog.text
         assert engines.bodies(DESTROY, A) == engines.bodies(DESTROY, B) == [{"group_name": "g"}]
         assert trainer.api.operations.sync.status()["owner"]["master"] == f"127.0.0.1:{other.port}"
         await trainer.expect_ok(PREPARE, **BUCKETS)

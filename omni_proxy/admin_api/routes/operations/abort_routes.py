@@ -98,7 +98,7 @@ class FleetAbortRoutes:
         sent_ids = len(abort.target.ids)
         response = abort_response(dialect, results, sent_ids, abort.findings.waiting)
         _log.info(
-            "requests_aborted path=%s by=%r workers=%d ended_in_queue=%d status=%d",
+            "requests_aborted path=%s by=%s workers=%d ended_in_queue=%d status=%d",
             dialect.value, caller(), len(workers), abort.findings.waiting, response.status,
         )  # fmt: skip
         return json_response(response.body, response.status)
