@@ -8,14 +8,20 @@ that is not listed in READING counts as a change, whatever its method.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from quart import Request
 
 from omni_proxy.config.schema import Config
-from omni_proxy.origins import NO_ORIGIN, Origin, hostname_of, is_local_name, parse_origin
+from omni_proxy.origins import (
+    Origin,
+    hostname_of,
+    is_from_foreign_page,
+    is_local_name,
+    parse_origin,
+    shows_browser,
+)
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.forwarded import FIELD, ReceivedVia, read_received
 
@@ -43,8 +49,6 @@ ANY_HOST: Final = frozenset(
 # Sent by model clients: served under any Host.
 ANY_HOST_POST: Final = frozenset(("/finish_session",))
 SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
-_OWN_SITES: Final = ("none", "same-origin")
-_PAGE_MODES: Final = ("navigate", "no-cors", "same-origin", "websocket")
 
 
 def reads(method: str, rule: str) -> bool:
@@ -121,14 +125,14 @@ class Caller:
         return parse_origin(f"{scheme}://{host}")
 
     def _refuse_page(self) -> None:
-        if self._is_foreign():
+        if is_from_foreign_page(self.request.headers, self._own_origin()):
             raise _forbidden(
                 "pages of another origin can't change anything while no key is required: set "
                 "[admin] api_key; behind a proxy that changes Host or scheme, [server] forwarded = "
                 '"append"',
                 "cross_site",
             )
-        if not self._shows_browser():
+        if not shows_browser(self.request.headers):
             return
         if self.request.method in SAFE_METHODS:
             message = f"{self.request.method} from a browser can't change anything: send POST"
@@ -137,30 +141,6 @@ class Caller:
         if self.request.content_length and not self.request.is_json:
             message = "a browser must send the body as application/json"
             raise HttpError(415, message, "unsupported_media_type", detail=message)
-
-    def _is_foreign(self) -> bool:
-        """Whether the request's headers name a page of another origin."""
-        sites = self.request.headers.getlist("Sec-Fetch-Site")
-        if any(site not in _OWN_SITES for site in sites):
-            return True
-        # Browsers that send no Origin with a form's POST send at least Referer.
-        origins = self.request.headers.getlist("Origin") or self.request.headers.getlist("Referer")
-        own_origin = self._own_origin()
-        return any(
-            parse_origin(value) != own_origin or own_origin == NO_ORIGIN for value in origins
-        )
-
-    def _shows_browser(self) -> bool:
-        return any(self._signs())
-
-    def _signs(self) -> Iterator[bool]:
-        headers = self.request.headers
-        for name in ("Origin", "Referer", "Sec-Fetch-Site", "Sec-Fetch-Dest", "Sec-Fetch-User"):
-            yield name in headers
-        # An image request over plain HTTP to another machine has no other sign.
-        yield headers.get("User-Agent", "").startswith("Mozilla/")
-        # fetch() outside browsers (Node) sends "cors" and none of the other headers.
-        yield headers.get("Sec-Fetch-Mode") in _PAGE_MODES
 
 
 def _forbidden(message: str, code: str) -> HttpError:

@@ -17,7 +17,13 @@ from quart import Response, request
 from quart_trio import QuartTrio
 from werkzeug.datastructures import Headers
 
-from omni_proxy.origins import NO_ORIGIN, hostname_of, is_local_name, parse_origin
+from omni_proxy.origins import (
+    hostname_of,
+    is_from_foreign_page,
+    is_local_name,
+    parse_origin,
+    shows_browser,
+)
 from omni_proxy.replica.api.common.errors import DetailError
 from omni_proxy.replica.api.route_context import RouteContext
 
@@ -44,7 +50,6 @@ READ_ROUTES: Final = frozenset(
     )
 )  # fmt: skip
 SAFE_METHODS: Final = ("GET", "HEAD")
-_SAME_SITE_VALUES: Final = ("none", "same-origin")
 
 
 def is_open(method: str, rule: str) -> bool:
@@ -63,32 +68,18 @@ def _check_for(context: RouteContext) -> Callable[[], Awaitable[None]]:
         rule = request.url_rule
         if context.admin_api_key or rule is None or is_open(request.method, rule.rule):
             return
-        if is_cross_origin(request.headers, f"{request.scheme}://{request.host}"):
+        own = parse_origin(f"{request.scheme}://{request.host}")
+        if is_from_foreign_page(request.headers, own):
             message = "refused for pages of another origin: set --admin-api-key to allow it"
             raise DetailError(403, f"cross_site: {message}")
         # A proxy may forward only these headers of a browser's request.
         if _has_origin_headers(request.headers) and not is_local_name(hostname_of(request.host)):
             message = f"refused for pages at {request.host}: a name can point to any address; use"
             raise DetailError(403, f"cross_site: {message} the address, or set --admin-api-key")
-        if request.method in SAFE_METHODS and _is_browser(request.headers):
+        if request.method in SAFE_METHODS and shows_browser(request.headers):
             raise DetailError(403, f"{request.method} requests of browsers are refused: send POST")
 
     return check
-
-
-def is_cross_origin(headers: Headers, own_origin: str) -> bool:
-    """Whether the headers show that the request comes from a page of an origin other than ours."""
-    if any(site not in _SAME_SITE_VALUES for site in headers.getlist("Sec-Fetch-Site")):
-        return True
-    # Browsers that send no Origin send a Referer.
-    origins = headers.getlist("Origin") or headers.getlist("Referer")
-    expected = parse_origin(own_origin)
-    return any(expected == NO_ORIGIN or parse_origin(origin) != expected for origin in origins)
-
-
-def _is_browser(headers: Headers) -> bool:
-    """Whether a browser sent these headers; over plain HTTP, only User-Agent may show it."""
-    return _has_origin_headers(headers) or headers.get("User-Agent", "").startswith("Mozilla/")
 
 
 def _has_origin_headers(headers: Headers) -> bool:
