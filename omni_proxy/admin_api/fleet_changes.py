@@ -18,7 +18,7 @@ import msgspec
 import trio
 from quart import request
 
-from omni_proxy.admin_api.responses import bad_request, if_match, raise_on_mismatch, warn
+from omni_proxy.admin_api.responses import if_match, raise_on_mismatch, warn
 from omni_proxy.admin_api.services import DataPlaneView, WorkerServices
 from omni_proxy.config.fields import KvConnector
 from omni_proxy.config.overlay import (
@@ -47,7 +47,7 @@ from omni_proxy.upstream_http.resolver import (
     parse_listeners,
     resolve,
 )
-from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.errors import HttpError, bad_request
 
 Edit = Callable[[SavedState, Config], SavedState]
 UUID_CHARS: Final = 36

@@ -18,7 +18,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed
 from omni_proxy.admin_ops.routes import paths
 from omni_proxy.routing.routes import MODEL_PATHS
 from omni_proxy.runtime_config.config_store import ChangeResult
-from omni_proxy.wire.errors import HttpError, to_json
+from omni_proxy.wire.errors import HttpError, bad_request, to_json
 
 WARNING_FIELD = "X-Omni-Warning"
 
@@ -51,10 +51,6 @@ def _warned(response: Response, warning: str) -> Response:
     if warning:
         response.headers[WARNING_FIELD] = warning.encode("ascii", "backslashreplace").decode()
     return response
-
-
-def bad_request(message: str, code: str = "invalid_request") -> HttpError:
-    return HttpError(400, message, code)
 
 
 async def body_bytes() -> bytes:

@@ -15,13 +15,13 @@ from datetime import datetime
 from typing import Final, get_args
 
 from omni_proxy.admin_api.fleet_changes import gateway_id
-from omni_proxy.admin_api.responses import bad_request
 from omni_proxy.config.fields import CAPABILITIES, KvConnector, Role, read_kv_events, read_kv_replay
 from omni_proxy.config.url import normalize_url
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.origins import MAX_PORT
+from omni_proxy.wire.errors import bad_request
 
 MAX_COUNT: Final = 2**53
 MAX_WEIGHT: Final = 1_000_000  # the limit of the configuration key `weight`

@@ -20,7 +20,7 @@ import msgspec
 
 from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, aggregate
 from omni_proxy.admin_ops.routes import ABORTS
-from omni_proxy.wire.errors import HttpError, to_json
+from omni_proxy.wire.errors import bad_request, to_json
 
 MAX_IDS: Final = 100_000  # in one call
 _PREFIXES: Final = ("chatcmpl-", "cmpl-", "generate-tokens-")  # of vLLM, before a request's id
@@ -94,20 +94,20 @@ def read_target(dialect: AbortDialect, body: bytes) -> AbortTarget:
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
-        raise _bad("invalid JSON body", "invalid_json") from None
+        raise bad_request("invalid JSON body", "invalid_json") from None
     if not isinstance(fields, dict):
-        raise _bad("request body must be a JSON object", "invalid_json")
+        raise bad_request("request body must be a JSON object", "invalid_json")
     if dialect is AbortDialect.VLLM:
         ids = _ids(fields.get("request_ids"), "request_ids")
         return AbortTarget(ids, everything=not ids)
     for name in ("abort_all", "prefix"):
         if not isinstance(fields.get(name), bool | None):
-            raise _bad(f"{name} must be true or false")
+            raise bad_request(f"{name} must be true or false")
     if fields.get("abort_all"):
         return AbortTarget(everything=True)
     ids = _ids(fields.get("rid"), "rid")
     if not ids or "" in ids:
-        raise _bad('name a request: {"rid": "..."}, or all of them: {"abort_all": true}')
+        raise bad_request('name a request: {"rid": "..."}, or all of them: {"abort_all": true}')
     return AbortTarget(ids, prefix=fields.get("prefix") is True)
 
 
@@ -115,19 +115,15 @@ def _ids(value: object, name: str) -> tuple[str, ...]:
     """The ids in a value: one string or a list. Raises HttpError 400."""
     values = value if isinstance(value, list) else [] if value is None else [value]
     if len(values) > MAX_IDS:
-        raise _bad(f"{name} may name at most {MAX_IDS} requests")
+        raise bad_request(f"{name} may name at most {MAX_IDS} requests")
     ids = tuple(item for item in values if isinstance(item, str))
     if len(ids) != len(values):
-        raise _bad(f"{name} must be a string or a list of strings")
+        raise bad_request(f"{name} must be a string or a list of strings")
     try:
         "".join(ids).encode()
     except UnicodeEncodeError:
-        raise _bad(f"{name} has half a character (a lone surrogate)") from None
+        raise bad_request(f"{name} has half a character (a lone surrogate)") from None
     return ids
-
-
-def _bad(message: str, code: str = "invalid_request") -> HttpError:
-    return HttpError(400, message, code)
 
 
 def call_bodies(dialect: AbortDialect, target: AbortTarget, running: Sequence[str]) -> list[bytes]:

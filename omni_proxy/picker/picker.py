@@ -53,7 +53,7 @@ from omni_proxy.routing.routes import (
 )
 from omni_proxy.routing.weighted_split import AliasRequirement
 from omni_proxy.wire.bounded_json import MALFORMED, TooManyValues
-from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.errors import HttpError, bad_request
 from omni_proxy.wire.request import RequestHead, parse_request_head
 
 DEFAULT_PATH: Final = "/v1/chat/completions"
@@ -112,14 +112,14 @@ def read_selection(body: bytes) -> Selection:
     try:
         asked = _decode(body or b"{}")
     except (*MALFORMED, TooManyValues) as error:
-        raise _bad(f"the body is not a selection: {error}", "invalid_json") from None
+        raise bad_request(f"the body is not a selection: {error}", "invalid_json") from None
     lease = asked.lease_secs
     if lease is not None and not (isfinite(lease) and 0 < lease <= MAX_LEASE_SECS):
-        raise _bad(f"lease_secs must be a number above 0, up to {MAX_LEASE_SECS:g}")
+        raise bad_request(f"lease_secs must be a number above 0, up to {MAX_LEASE_SECS:g}")
     if asked.selection_id and not asked.selection_id.isprintable():
-        raise _bad("selection_id must be printable text")
+        raise bad_request("selection_id must be printable text")
     if not asked.path.startswith("/"):
-        raise _bad(f"path must be a model route, such as {DEFAULT_PATH}", "unknown_path")
+        raise bad_request(f"path must be a model route, such as {DEFAULT_PATH}", "unknown_path")
     content = bytes(asked.request) if len(asked.request) else body
     request = PickRequest(
         head=head_of("POST", asked.path, asked.headers, len(content)),
@@ -143,16 +143,12 @@ def head_of(method: str, target: str, headers: dict[str, str], length: int) -> R
         lines.append("content-type: application/json")
     text = "\r\n".join(lines)
     if text.count("\n") != len(lines) - 1:
-        raise _bad("headers must not contain a line break")
+        raise bad_request("headers must not contain a line break")
     try:
         raw = text.encode("latin-1")
     except UnicodeEncodeError:
-        raise _bad("headers must be Latin-1") from None
+        raise bad_request("headers must be Latin-1") from None
     return parse_request_head(raw + b"\r\n\r\n")
-
-
-def _bad(message: str, code: str = "invalid_request") -> HttpError:
-    return HttpError(400, message, code)
 
 
 Found = TypeVar("Found")

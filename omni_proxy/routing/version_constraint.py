@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from omni_proxy.fleet.weight_version import WeightVersion
-from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.errors import bad_request
 from omni_proxy.wire.header_fields import EPOCH_HINT, VERSION_HINT
 
 _EPOCH: Final = re.compile(rb"[0-9]{1,18}\Z")
@@ -47,10 +47,8 @@ def parse_version_constraint(hints: Mapping[bytes, bytes]) -> VersionConstraint 
     name = None
     if label is not None:
         if not label.startswith(b"=") or not label[1:].strip():
-            raise HttpError(400, "x-omni-weight-version must be =LABEL", "invalid_request")
+            raise bad_request("x-omni-weight-version must be =LABEL")
         name = label[1:].strip().decode("latin-1")
     if epoch is not None and not _EPOCH.match(epoch):
-        raise HttpError(
-            400, "x-omni-min-weight-epoch must be a number of 1 to 18 digits", "invalid_request"
-        )
+        raise bad_request("x-omni-min-weight-epoch must be a number of 1 to 18 digits")
     return VersionConstraint(name, int(epoch or b"0"))

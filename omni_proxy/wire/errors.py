@@ -73,6 +73,10 @@ class HttpError(Exception):
         return error_body(self.message, self.type, self.code, **extra)
 
 
+def bad_request(message: str, code: str = "invalid_request") -> HttpError:
+    return HttpError(400, message, code)
+
+
 def error_body(message: str, type_: str, code: str | int, /, **extra: object) -> bytes:
     """The JSON error body. `reason=` goes inside `error`, any other extra (`detail=`) next to it.
 

@@ -12,7 +12,7 @@ import time
 import trio
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
+from omni_proxy.admin_api.responses import body_bytes, json_response
 from omni_proxy.admin_api.serializers.explanation import (
     alias_record,
     explanation_record,
@@ -49,7 +49,7 @@ from omni_proxy.routing.routes import (
 )
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.telemetry.recent_window import RecentWindow
-from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.errors import HttpError, bad_request
 from omni_proxy.wire.header_fields import HINTED_FIELDS
 
 DEFAULT_PATH = "/v1/chat/completions"

@@ -8,7 +8,7 @@ from functools import partial
 from quart import Quart, Response
 
 from omni_proxy.admin_api.fleet_changes import change_state
-from omni_proxy.admin_api.responses import bad_request, etag, json_object, json_response
+from omni_proxy.admin_api.responses import etag, json_object, json_response
 from omni_proxy.admin_api.serializers.key_records import key_records, key_refusals
 from omni_proxy.admin_api.services import KeyServices
 from omni_proxy.config.schema import Config
@@ -21,7 +21,7 @@ from omni_proxy.config.state import (
     without_key,
 )
 from omni_proxy.runtime_config.config_store import ConfigStore
-from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.errors import HttpError, bad_request
 
 _log = logging.getLogger(__name__)
 

@@ -6,9 +6,10 @@ from urllib.parse import parse_qs
 
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.responses import bad_request, json_response
+from omni_proxy.admin_api.responses import json_response
 from omni_proxy.admin_api.services import DataPlaneView
 from omni_proxy.routing.inspect.affinity_key import session_key
+from omni_proxy.wire.errors import bad_request
 
 
 class SessionRoutes:

@@ -23,7 +23,7 @@ from omni_proxy.routing.inspect.large_json import (
     walk_members,
 )
 from omni_proxy.wire.bounded_json import MALFORMED
-from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.errors import HttpError, bad_request
 
 # The JSON text of the new value; None to remove the key; a mapping of edits within a nested object,
 # which is created if it is absent or null.
@@ -299,5 +299,5 @@ def _replaced(value: memoryview, name: str, edit: bytes | Edits) -> list[bytes |
     if nested == b"null":
         return [splice(b"{}", edit)]
     if not nested.startswith(b"{"):
-        raise HttpError(400, f"{name} must be an object", "invalid_request")
+        raise bad_request(f"{name} must be an object")
     return splice_parts(nested, edit)

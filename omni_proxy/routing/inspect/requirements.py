@@ -48,7 +48,7 @@ from omni_proxy.routing.routes import (
 from omni_proxy.routing.version_constraint import VersionConstraint, parse_version_constraint
 from omni_proxy.routing.weighted_split import AliasRequirement
 from omni_proxy.wire.bounded_json import MALFORMED
-from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.errors import HttpError, bad_request
 from omni_proxy.wire.header_fields import HINT_PREFIX
 
 _PREFIX: Final = HINT_PREFIX.decode()
@@ -203,7 +203,7 @@ def inspect_request(route: Route, body: bytes, facts: HeadFacts) -> Requirements
     if route.pinning is NAMED:
         worker_id = facts.hints.get(b"worker", b"")
         if not worker_id:
-            raise _bad(f"{_PREFIX}worker is required for speech outcome lookups")
+            raise bad_request(f"{_PREFIX}worker is required for speech outcome lookups")
         requirements.named_worker = worker_id.decode("latin-1")
     complete = route.body_kind is FORM and _read_form(body, facts.content_type, requirements)
     if facts.hints:
@@ -223,7 +223,7 @@ def requirements_of_hints(route: Route, facts: HeadFacts, model: str | None = No
         requirements.mask |= AUDIO  # as for any large speech body
     _apply_hints(requirements, facts.hints, source=None)
     if model is not None and requirements.model != model:
-        raise _bad(f"{_PREFIX}model conflicts with the multipart form model")
+        raise bad_request(f"{_PREFIX}model conflicts with the multipart form model")
     return requirements
 
 
@@ -278,10 +278,6 @@ def _session_fields(first: str | bytes) -> dict[str, Any] | None:
         return None
     session = message.get("session")
     return session if isinstance(session, dict) else message
-
-
-def _bad(message: str, code: str = "invalid_request") -> HttpError:
-    return HttpError(400, message, code)
 
 
 def has_json_body(route: Route, facts: HeadFacts) -> bool:
@@ -390,12 +386,12 @@ def has_voice_reference(payload: VoiceReferenceFields) -> bool:
 
 def _read_batch(payload: BodyFields, requirements: Requirements) -> None:
     if requirements.stream:
-        raise _bad("stream is not supported for batch speech requests")
+        raise bad_request("stream is not supported for batch speech requests")
     models = {
         _named(read_text(item.model)) or requirements.model for item in _items_in(payload.items)
     }
     if len(models) > 1:
-        raise _bad("speech batch items must resolve to one model for router forwarding")
+        raise bad_request("speech batch items must resolve to one model for router forwarding")
     if models:
         requirements.model = models.pop()
 
@@ -418,23 +414,23 @@ def _apply_hints(
     if b"model" in hints:
         model = hints[b"model"].decode("latin-1").strip()
         if not model:
-            raise _bad(f"{_PREFIX}model must not be empty")
+            raise bad_request(f"{_PREFIX}model must not be empty")
         if source and requirements.model is not None and requirements.model != model:
-            raise _bad(f"{_PREFIX}model conflicts with {_the(source)} model")
+            raise bad_request(f"{_PREFIX}model conflicts with {_the(source)} model")
         requirements.model = model
     if b"stream" in hints:
         stream_hint = hints[b"stream"].strip().lower()
         if stream_hint not in (b"true", b"false"):
-            raise _bad(f"{_PREFIX}stream must be true or false")
+            raise bad_request(f"{_PREFIX}stream must be true or false")
         if source and (stream_hint == b"true") != requirements.stream:
-            raise _bad(f"{_PREFIX}stream conflicts with {_the(source)} stream")
+            raise bad_request(f"{_PREFIX}stream conflicts with {_the(source)} stream")
         requirements.stream = stream_hint == b"true"
         requirements.mask |= STREAMING if requirements.stream else 0
     if b"capabilities" in hints:
         mask = _hinted_mask(hints[b"capabilities"].decode("latin-1"))
         read_whole = source == "JSON body" and not requirements.large_body_class
         if read_whole and mask & ~requirements.mask:
-            raise _bad(f"{_PREFIX}capabilities conflicts with JSON body")
+            raise bad_request(f"{_PREFIX}capabilities conflicts with JSON body")
         requirements.mask |= mask
 
 
@@ -445,10 +441,10 @@ def _the(source: str) -> str:
 def _hinted_mask(text: str) -> int:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise _bad(f"{_PREFIX}capabilities must not be empty")
+        raise bad_request(f"{_PREFIX}capabilities must not be empty")
     for name in names:
         if name not in CAPABILITY_BITS:
-            raise _bad(f"{_PREFIX}capabilities contains unsupported capability {name!r}")
+            raise bad_request(f"{_PREFIX}capabilities contains unsupported capability {name!r}")
     return capability_mask(names)
 
 

@@ -29,7 +29,7 @@ from omni_proxy.routing.inspect.body_fields import (
 )
 from omni_proxy.routing.inspect.json_splice import Edits, JsonText, splice
 from omni_proxy.routing.policies.policy import RandomBelow
-from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.errors import HttpError, bad_request
 from omni_proxy.wire.response import UpstreamProtocolError
 
 ROOMS: Final = 2**63  # rooms are 0 to ROOMS - 1
@@ -76,7 +76,7 @@ def batch_size(path: str, body: JsonText) -> int | None:
         return None
     if choices > MAX_CHOICES:
         message = f"n is {choices}; a chat has at most {MAX_CHOICES} choices"
-        raise HttpError(400, message, "invalid_request")
+        raise bad_request(message)
     return choices
 
 

@@ -9,10 +9,11 @@ import trio
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.fleet_changes import find_worker
-from omni_proxy.admin_api.responses import bad_request, json_response
+from omni_proxy.admin_api.responses import json_response
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.telemetry.history import SERIES, STEPS, History, Track, start_of
+from omni_proxy.wire.errors import bad_request
 
 HISTORY_SECS: Final = tuple(sorted(STEPS))
 

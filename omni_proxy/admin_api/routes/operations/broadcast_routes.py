@@ -18,7 +18,7 @@ from werkzeug.routing import PathConverter, ValidationError
 
 from omni_proxy.admin_api.access.caller_name import caller
 from omni_proxy.admin_api.forwarded_request import target_of, worker_headers
-from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
+from omni_proxy.admin_api.responses import body_bytes, json_response
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_ops import results
 from omni_proxy.admin_ops.engine_dialects import with_defaults
@@ -28,6 +28,7 @@ from omni_proxy.admin_ops.routes import READ_METHODS, ROUTES, TOPPED, AdminRoute
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.weight_sync.worker_calls import AdminCall
+from omni_proxy.wire.errors import bad_request
 
 NO_TENSORS = {
     "error": {

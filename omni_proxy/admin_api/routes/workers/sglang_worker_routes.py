@@ -22,11 +22,11 @@ from omni_proxy.admin_api.fleet_changes import (
     parse_ranked_url,
     parse_worker_url,
 )
-from omni_proxy.admin_api.responses import bad_request, json_object, json_response, text_response
+from omni_proxy.admin_api.responses import json_object, json_response, text_response
 from omni_proxy.admin_api.services import WorkerServices
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
-from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.errors import HttpError, bad_request
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from omni_proxy.admin_api.fleet_changes import (
     requested_url,
     with_gateway_code,
 )
-from omni_proxy.admin_api.responses import bad_request, etag, json_object, json_response
+from omni_proxy.admin_api.responses import etag, json_object, json_response
 from omni_proxy.admin_api.routes.workers.drain_routes import (
     DrainRoutes,
     asked_to_drain,
@@ -41,7 +41,7 @@ from omni_proxy.config.overlay import SavedState, WorkerSpec, with_disabled_by, 
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
-from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.errors import HttpError, bad_request
 
 log = logging.getLogger(__name__)
 Given = ParamSpec("Given")
