@@ -7,7 +7,7 @@ time limit; each step of it is a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Final
@@ -36,7 +36,7 @@ from omni_proxy.fleet.cordon_reasons import PAUSED, UNCERTAIN
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.runtime_config.config_store import ConfigStore, Edit
 from omni_proxy.upstream_http.client import Call, call_worker
 from omni_proxy.upstream_http.resolver import (
     REASON,
@@ -49,7 +49,6 @@ from omni_proxy.upstream_http.resolver import (
 )
 from omni_proxy.wire.errors import HttpError, bad_request
 
-Edit = Callable[[SavedState, Config], SavedState]
 UUID_CHARS: Final = 36
 _NO_SETTINGS: Final[Mapping[str, object]] = {}
 

@@ -39,12 +39,13 @@ from omni_proxy.admin_ops.routes import (
     TRANSFER,
     AdminRoute,
 )
+from omni_proxy.config.fields import MAX_SECS
 from omni_proxy.config.schema import AdminConfig
 from omni_proxy.telemetry.history import SERIES, STEPS
 from omni_proxy.wire.errors import to_json
 
 TOKEN: Final[Schema] = {"type": "string", "pattern": "^[ -~]+$", "minLength": 1}
-SECONDS: Final[Schema] = {"type": "number", "minimum": 0, "maximum": 1_000_000_000}
+SECONDS: Final[Schema] = {"type": "number", "minimum": 0, "maximum": MAX_SECS}
 PLAIN, HTML, EVENTS = "text/plain", "text/html", "text/event-stream"
 WORKER: Final = "/workers/{worker_id}"
 RL_WORKER: Final = "/v1/rl/workers/{worker_id}"

@@ -8,19 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, get_args
 
-from omni_proxy.admin_api.worker_requests import (
-    MAX_COUNT,
-    MAX_RANKS,
-    MAX_WEIGHT,
-    ROLE_KEYS,
-    SMG_PATCH,
-    SMG_PREFIXES,
-    SMG_SPEC,
-)
+from omni_proxy.admin_api.worker_requests import ROLE_KEYS, SMG_PATCH, SMG_PREFIXES, SMG_SPEC
 from omni_proxy.api_keys.caller import REASONS
-from omni_proxy.config.fields import CAPABILITIES, KvConnector, Role
+from omni_proxy.config.fields import CAPABILITIES, MAX_SECS, MAX_WEIGHT, KvConnector, Role
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.origins import MAX_PORT
+from omni_proxy.wire.bounded_json import MAX_INTEGER
+from omni_proxy.wire.load_report import MAX_RANKS
 
 Schema = dict[str, object]
 
@@ -200,7 +194,7 @@ _SPEC: Final[dict[str, Schema]] = {
 }
 _BALANCE: Final[dict[str, Schema]] = {
     "weight": {"type": "integer", "minimum": 1, "maximum": MAX_WEIGHT},
-    "max_inflight": {**COUNT, "maximum": MAX_COUNT},
+    "max_inflight": {**COUNT, "maximum": MAX_INTEGER},
 }
 _SOME: Final[Schema] = {"type": "array", "minItems": 1}
 _BEGINNINGS: Final = {"patternProperties": {f"^({'|'.join(SMG_PREFIXES)})": ANY}}
@@ -314,9 +308,9 @@ SCHEMAS: Final[dict[str, Schema]] = {
             name={"type": "string", "pattern": "^[A-Za-z0-9_.:@/-]{1,64}$"},
             key_sha256={"type": "string", "pattern": "^[0-9a-f]{64}$"},
             models=listed({"type": "string", "minLength": 1}),
-            max_inflight={**COUNT, "maximum": MAX_COUNT},
-            requests_per_minute={**COUNT, "maximum": MAX_COUNT},
-            tokens_per_minute={**COUNT, "maximum": MAX_COUNT},
+            max_inflight={**COUNT, "maximum": MAX_INTEGER},
+            requests_per_minute={**COUNT, "maximum": MAX_INTEGER},
+            tokens_per_minute={**COUNT, "maximum": MAX_INTEGER},
             priority={"type": "integer", "minimum": -1000, "maximum": 1000},
         ),
         "required": ["name", "key_sha256"],
@@ -352,7 +346,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
         process={"const": "stops"},
     ),
     "Deadline": shape(
-        ("timeout_secs",), timeout_secs={"type": "number", "minimum": 0, "maximum": 1_000_000_000}
+        ("timeout_secs",), timeout_secs={"type": "number", "minimum": 0, "maximum": MAX_SECS}
     ),
     "Received": {
         **shape(**dict.fromkeys(("names", "dtypes", "shapes"), _SOME)),

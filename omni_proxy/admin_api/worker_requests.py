@@ -12,20 +12,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Final, get_args
+from typing import get_args
 
 from omni_proxy.admin_api.fleet_changes import gateway_id
-from omni_proxy.config.fields import CAPABILITIES, KvConnector, Role, read_kv_events, read_kv_replay
+from omni_proxy.config.fields import (
+    CAPABILITIES,
+    MAX_WEIGHT,
+    KvConnector,
+    Role,
+    read_kv_events,
+    read_kv_replay,
+)
 from omni_proxy.config.url import normalize_url
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.origins import MAX_PORT
+from omni_proxy.wire.bounded_json import MAX_INTEGER
 from omni_proxy.wire.errors import bad_request
+from omni_proxy.wire.load_report import MAX_RANKS
 
-MAX_COUNT: Final = 2**53
-MAX_WEIGHT: Final = 1_000_000  # the limit of the configuration key `weight`
-MAX_RANKS: Final = 1024  # the limit of the configuration key `ranks`
 # The role of a worker, and the settings that its partner needs.
 ROLE_KEYS = frozenset(("role", "kv_connector", "bootstrap_port"))
 BALANCE_KEYS = frozenset(("weight", "max_inflight"))
@@ -181,7 +187,7 @@ def _role_settings(body: Mapping[str, object]) -> dict[str, object]:
 
 
 def _balance_settings(body: Mapping[str, object]) -> dict[str, object]:
-    for name, minimum, maximum in (("weight", 1, MAX_WEIGHT), ("max_inflight", 0, MAX_COUNT)):
+    for name, minimum, maximum in (("weight", 1, MAX_WEIGHT), ("max_inflight", 0, MAX_INTEGER)):
         value = body.get(name, minimum)
         if not _is_count(value) or not isinstance(value, int) or not minimum <= value <= maximum:
             raise bad_request(f"{name} must be a whole number, {minimum} to {maximum}")

@@ -118,14 +118,14 @@ class AdminRoute:
 
 TRANSFER: Final = (TRANSFER_INIT, START_UPDATE, START_DRAFT_UPDATE, UPDATE_WEIGHTS, FINISH_UPDATE,
                    TRANSFER_SHUTDOWN)  # fmt: skip
-_READ: Final = ("GET", "POST")
+READ_METHODS: Final = ("GET", "POST")
 
 # SGLang's dialect, then vLLM's: a fleet accepts both (`engine_dialects.py`).
 ROUTES: Final = (
-    AdminRoute(MODEL_INFO, Kind.READ, _READ),
-    AdminRoute(WEIGHTS_CHECKER, Kind.READ, _READ),
-    AdminRoute(WEIGHTS_BY_NAME, Kind.READ, _READ),
-    AdminRoute(FLUSH_CACHE, Kind.FLUSH, _READ),
+    AdminRoute(MODEL_INFO, Kind.READ, READ_METHODS),
+    AdminRoute(WEIGHTS_CHECKER, Kind.READ, READ_METHODS),
+    AdminRoute(WEIGHTS_BY_NAME, Kind.READ, READ_METHODS),
+    AdminRoute(FLUSH_CACHE, Kind.FLUSH, READ_METHODS),
     AdminRoute("/start_profile", Kind.PLAIN),
     AdminRoute("/stop_profile", Kind.PLAIN),
     AdminRoute(CONTINUE_GENERATION, Kind.CONTINUE),
@@ -220,8 +220,6 @@ def variant_of(route: AdminRoute, call: EngineCall) -> AdminRoute:
 
 
 _READING_METHODS: Final = ("get_", "check_", "compute_", "list_", "has_", "is_")
-
-READ_METHODS = ("GET", "POST")
 
 
 def control_route(config: Config, path: str) -> AdminRoute | None:

@@ -23,6 +23,7 @@ from omni_proxy.cli.client.admin_client import (
 )
 from omni_proxy.cli.client.worker_changes import ChangeRefused
 from omni_proxy.cli.screen.diagnosis import has_ended, progress_line, rollout_lines
+from omni_proxy.weight_sync.rollout.request import KEYS
 
 PATH: Final = "/weights/rollout"
 FOLLOW: Final = f"{PATH}?follow=true"
@@ -31,10 +32,6 @@ SILENCE_SECS: Final = 40.0  # the proxy sends a comment after 15 s
 UNREACHABLE_SECS: Final = 60.0  # a proxy may restart during the rollout
 RETRY_SECS: Final = 0.5
 _DATA: Final = "data:"
-_FIELDS: Final = (
-    "model_path", "version", "weight_version", "max_unavailable", "canary", "pause_after_canary",
-    "drain_secs", "load_format",
-)  # fmt: skip
 
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +92,7 @@ def run_rollout(target: AdminTarget, arguments: argparse.Namespace, wait_secs: f
 
 def _ask(proxy: AdminClient, arguments: argparse.Namespace) -> dict[str, Any]:
     """The rollout from the proxy's reply. Raises AdminClientError, ChangeRefused."""
-    given = {key: getattr(arguments, key) for key in _FIELDS}
+    given = {key: getattr(arguments, key) for key in KEYS}
     body = {key: value for key, value in given.items() if value is not None and value is not False}
     begins = "model_path" in body or "version" in body
     action = arguments.action or "status"

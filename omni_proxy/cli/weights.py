@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.admin_ops.routes import ABORT_SYNC
+from omni_proxy.cli import INTERRUPTED
 from omni_proxy.cli.client.admin_client import (
     NOT_REACHABLE,
     AdminClient,
@@ -91,7 +92,6 @@ SELECTING: Final = ("pause", "continue", "checksum")
 # Commands that only read, and their paths.
 READ_PATHS: Final = {"status": "/weights", "versions": "/weights/versions"}
 REFUSED: Final = 1
-INTERRUPTED: Final = 130
 
 
 def parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Final, get_args
 
+from omni_proxy.cli import INTERRUPTED
 from omni_proxy.cli.client.admin_client import (
     NOT_REACHABLE,
     AdminClient,
@@ -46,7 +47,6 @@ from omni_proxy.config.fields import CAPABILITIES, KvConnector, Role
 REFUSED: Final = 1
 # A reply may wait for a weight update, for a probe, or for the end of a drain.
 ANSWER_SECS: Final = 600.0
-INTERRUPTED: Final = 130
 POLL_SECS: Final = 0.3
 NOT_HEALTHY: Final = "worker_not_healthy"
 _PAUSE: Final = threading.Event()  # never set: Ctrl-C interrupts this wait

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 from msgspec import Meta, Struct
 
 from omni_proxy.config.problem import Path, format_path
+from omni_proxy.wire.bounded_json import MAX_INTEGER
 
 SOURCES: Final = ("key_env", "key_file", "key_sha256")
 MAX_NAME: Final = 64
@@ -70,7 +71,7 @@ class KeySource(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return next((name for name in SOURCES if getattr(self, name)), "")
 
 
-Limit = Annotated[int, Meta(ge=0, le=2**53)]
+Limit = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
 Model = Annotated[str, Meta(min_length=1)]
 Priority = Annotated[int, Meta(ge=-1000, le=1000)]
 

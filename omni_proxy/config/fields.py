@@ -19,7 +19,9 @@ from msgspec import Meta
 from omni_proxy.config.problem import did_you_mean
 from omni_proxy.config.url import normalize_url, refused_address
 from omni_proxy.origins import MAX_PORT
+from omni_proxy.wire.bounded_json import MAX_INTEGER
 from omni_proxy.wire.header_fields import FIELD_NAME, NOT_FORWARDED, as_texts
+from omni_proxy.wire.load_report import MAX_RANKS
 
 _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
 _MODE: Final = re.compile(r"0?[0-7]{3}")
@@ -30,6 +32,8 @@ _ORIGIN: Final = re.compile(
     r"(?!https?://[^/]*:(?:80|443)\Z)[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?"
 )
 _COLLECTOR: Final = re.compile(r"https?://[^\s/?#@]+(?:/[^\s?#]*)?")
+MAX_SECS: Final = 1_000_000_000
+MAX_WEIGHT: Final = 1_000_000
 _UNITS: Final = {
     "": 1,
     "b": 1,
@@ -260,12 +264,12 @@ Capability = Literal[
 CAPABILITIES: Final[tuple[Capability, ...]] = get_args(Capability)
 
 # A duration above 30 years is a mistake of the unit; the bound also refuses TOML's inf and nan.
-Duration = Annotated[float, Meta(ge=0, le=1_000_000_000)]
-Interval = Annotated[float, Meta(gt=0, le=1_000_000_000)]
-Count = Annotated[int, Meta(ge=0, le=2**53)]
-AtLeastOne = Annotated[int, Meta(ge=1, le=2**53)]
-Size = Annotated[int, Meta(ge=1, le=2**53, extra={"read": read_size})]
-Weight = Annotated[int, Meta(ge=1, le=1_000_000)]
+Duration = Annotated[float, Meta(ge=0, le=MAX_SECS)]
+Interval = Annotated[float, Meta(gt=0, le=MAX_SECS)]
+Count = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
+AtLeastOne = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
+Size = Annotated[int, Meta(ge=1, le=MAX_INTEGER, extra={"read": read_size})]
+Weight = Annotated[int, Meta(ge=1, le=MAX_WEIGHT)]
 Port = Annotated[int, Meta(ge=1, le=MAX_PORT)]
 Name = Annotated[str, Meta(min_length=1)]
 LogTarget = Annotated[str, Meta(min_length=1, extra={"read": read_log_target})]
@@ -300,8 +304,10 @@ Role = Literal["regular", "prefill", "decode"]
 KvConnector = Literal["sglang", "nixl", "mooncake"]
 DEFAULT_BOOTSTRAP_PORT: Final = 8998  # SGLang's and vLLM's default
 BootstrapPort = Annotated[int, Meta(ge=0, le=MAX_PORT)]
-Ranks: TypeAlias = Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"]
-WorkerRanks: TypeAlias = Annotated[int, Meta(ge=0, le=1024)] | Literal["auto"]  # 0: routing.ranks
+Ranks: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_RANKS)] | Literal["auto"]
+WorkerRanks: TypeAlias = (
+    Annotated[int, Meta(ge=0, le=MAX_RANKS)] | Literal["auto"]
+)  # 0: routing.ranks
 Loras: TypeAlias = tuple[Name, ...] | Literal["auto"]
 KvEvents = Annotated[str, Meta(extra={"read": read_kv_events})]
 KvReplay = Annotated[str, Meta(extra={"read": read_kv_replay})]

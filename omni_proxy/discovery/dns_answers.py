@@ -12,6 +12,7 @@ from functools import reduce
 from math import gcd
 from typing import Final
 
+from omni_proxy.config.fields import MAX_WEIGHT
 from omni_proxy.config.overlay import Discovered, FoundWorker
 from omni_proxy.config.schema import WorkerEntry
 from omni_proxy.config.tables.discover import DiscoverEntry
@@ -20,7 +21,6 @@ from omni_proxy.discovery.members import SourceEndpoint, SourceMember, SourceMem
 
 EMPTY_ANSWERS: Final = 3
 MIN_TTL_SECS: Final = 1.0  # a TTL of 0 must not become a busy loop
-MAX_WEIGHT: Final = 1_000_000
 ABSENT: Final = "its address is no longer in DNS"
 NO_TTL: Final = float("inf")
 

@@ -30,6 +30,7 @@ from omni_proxy.health.engine_pages import (
 from omni_proxy.origins import MAX_PORT
 from omni_proxy.upstream_http.client import CallResult
 from omni_proxy.wire.load_report import (
+    MAX_RANKS,
     LoadReport,
     add_loads,
     loads_of_metrics,
@@ -89,7 +90,6 @@ def _field(result: CallResult, name: str) -> object:
     return body.get(name) if isinstance(body, dict) else None
 
 
-MAX_RANKS: Final = 1024  # the limit of the configuration key `ranks`
 _ENGINE_SERIES: Final = re.compile(
     rb'^vllm:num_requests_running\{[^}]*engine="(\d+)"', re.MULTILINE
 )

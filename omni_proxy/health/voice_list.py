@@ -19,6 +19,7 @@ from omni_proxy.config.state import SavedVoices
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.health.engine_pages import MAX_RETRY_SECS, RETRY_SECS
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, CallResult, call_worker
 
 _log = logging.getLogger(__name__)
@@ -27,8 +28,6 @@ TARGET: Final = "/v1/audio/voices?names_only=true"
 MAX_BYTES: Final = 1024 * 1024
 MAX_NAMES: Final = 10_000
 TIMEOUT_SECS: Final = 10.0
-RETRY_SECS: Final = 1.0  # after a failed read, doubling
-MAX_RETRY_SECS: Final = 30.0
 REFRESH_SECS: Final = 30.0  # a voice may be uploaded or deleted at the worker itself
 
 SaveVoices = Callable[[SavedVoices], Awaitable[None]]

@@ -47,11 +47,11 @@ from omni_proxy.kv_events.messages import (
 from omni_proxy.multiprocess.ipc import IpcChannel
 from omni_proxy.routing.kv_events.held_changes import ChangeOp, PackedChanges
 from omni_proxy.self_exec import program_argv
+from omni_proxy.wire.load_report import MAX_RANKS
 
 _log = logging.getLogger(__name__)
 
 KV_EVENT_SOURCES: Final = EnginePage(("/kv_event_sources",), 15.0, 1024 * 1024)
-MAX_RANKS: Final = 1024
 _TCP: Final = re.compile(r"tcp://(.+):([0-9]{1,5})")
 
 

@@ -157,7 +157,7 @@ def _require_count(num_buckets: object, announced: int) -> None:
 def merge_plans(plans: Sequence[TensorPlan], starts: Sequence[int] | None = None) -> TensorPlan:
     """All buckets as one plan: bucket i's block starts at `starts[i]`, by default contiguous."""
     if starts is None:
-        starts = _aligned_starts([plan.block_bytes for plan in plans])
+        starts = aligned_starts([plan.block_bytes for plan in plans])
     tensors: list[TensorSpec] = []
     offsets: list[int] = []
     messages: list[BroadcastMessage] = []
@@ -170,7 +170,7 @@ def merge_plans(plans: Sequence[TensorPlan], starts: Sequence[int] | None = None
     return TensorPlan(tuple(tensors), tuple(offsets), tuple(messages), end)
 
 
-def _aligned_starts(sizes: Sequence[int]) -> list[int]:
+def aligned_starts(sizes: Sequence[int]) -> list[int]:
     """Start offsets of contiguous blocks of these sizes, aligned."""
     starts: list[int] = []
     end = 0

@@ -18,14 +18,13 @@ from omni_proxy.api_keys.key_table import MAX_KEY_BYTES, KeyReader, KeyTable, re
 from omni_proxy.config.api_keys import KeySource
 from omni_proxy.config.problem import ConfigError, Path, Problem, format_path
 from omni_proxy.config.schema import Config
-from omni_proxy.system.files import FileSignature, file_signature
+from omni_proxy.system.files import FileSignatures, file_signatures
 
 _log = logging.getLogger(__name__)
 
 POLL_SECS: Final = 1.0
 
 Entry = TypeVar("Entry", bound=KeySource)
-Signatures = tuple[FileSignature | None, ...]
 
 
 def read_key_file(path: str) -> bytes:
@@ -68,7 +67,7 @@ class KeySources(Generic[Entry]):
         self._select = select
         self._file = file
         self._entries: Sequence[Entry] = ()  # as configured
-        self._signatures: Signatures = ()  # of the files when they were last read
+        self._signatures: FileSignatures = ()  # of the files when they were last read
         self._watchers: list[Callable[[], None]] = []
 
     def prepare(self, new: Config) -> Callable[[], None]:
@@ -101,7 +100,7 @@ class KeySources(Generic[Entry]):
             if signatures == before:
                 await self._reread(entries, signatures)
 
-    async def _reread(self, entries: Sequence[Entry], signatures: Signatures) -> None:
+    async def _reread(self, entries: Sequence[Entry], signatures: FileSignatures) -> None:
         try:
             resolved = await trio.to_thread.run_sync(resolve_keys, entries, self._path, self._file)
         except ConfigError as error:
@@ -117,11 +116,11 @@ class KeySources(Generic[Entry]):
             callback()
 
     def _apply(
-        self, entries: Sequence[Entry], table: KeyTable[Entry], signatures: Signatures
+        self, entries: Sequence[Entry], table: KeyTable[Entry], signatures: FileSignatures
     ) -> None:
         self._entries, self.table, self._signatures = entries, table, signatures
         self.error = ""
 
 
-def _signatures(entries: Sequence[KeySource]) -> Signatures:
-    return tuple(file_signature(entry.key_file) for entry in entries if entry.key_file)
+def _signatures(entries: Sequence[KeySource]) -> FileSignatures:
+    return file_signatures(entry.key_file for entry in entries if entry.key_file)

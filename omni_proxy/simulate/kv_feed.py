@@ -22,8 +22,9 @@ import msgspec
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.kv_events.publisher_state import PublisherState
+from omni_proxy.routing.policies.cache_cost import BYTES_PER_TOKEN
 from omni_proxy.simulate.virtual_time import VirtualTime
-from omni_proxy.simulate.workload import BYTES_PER_TOKEN, Request
+from omni_proxy.simulate.workload import Request
 
 DELAY_SECS: Final = 0.002  # from an engine to the proxy's index, or from the proxy to an engine
 REPLAYED_BATCHES: Final = 10_000  # the newest ones; older ones can't be replayed

@@ -45,13 +45,14 @@ from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.inspect.requirements import requirements_of_json
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.policies import build_policy
+from omni_proxy.routing.policies.cache_cost import BYTES_PER_TOKEN
 from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.routing.routes import Route, match_route
 from omni_proxy.simulate.engine import Engine, EngineSpec
 from omni_proxy.simulate.faults import Fault
 from omni_proxy.simulate.kv_feed import KvFeed, Loss, reads_events, token_prompt
 from omni_proxy.simulate.virtual_time import VirtualLoop, VirtualTime, VirtualTimers
-from omni_proxy.simulate.workload import BYTES_PER_TOKEN, FactsCounter, Request, Workload
+from omni_proxy.simulate.workload import FactsCounter, Request, Workload
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
 from omni_proxy.wire.load_report import EngineLoad

@@ -19,7 +19,8 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from omni_proxy.simulate.workload import BYTES_PER_TOKEN, OpenLoop, Request, Workload
+from omni_proxy.routing.policies.cache_cost import BYTES_PER_TOKEN
+from omni_proxy.simulate.workload import OpenLoop, Request, Workload
 
 BYTES_PER_EVENT: Final = 240  # of an OpenAI stream: one token and the JSON around it
 GZIP_MAGIC: Final = b"\x1f\x8b"

@@ -16,7 +16,6 @@ from typing import Final, Protocol
 
 TRACE_BLOCK_TOKENS: Final = 512
 BLOCK_TOKENS: Final = 64  # of the generated workloads below
-BYTES_PER_TOKEN: Final = 4
 
 
 @dataclass(slots=True, eq=False)

@@ -12,12 +12,11 @@ from typing import Generic, TypeVar
 
 from omni_proxy.config.problem import ConfigError
 from omni_proxy.config.schema import ServerConfig
-from omni_proxy.system.files import FileSignature, file_signature
+from omni_proxy.system.files import FileSignatures, file_signatures
 from omni_proxy.system.tls_contexts import PemError, listener_tls_files
 
 _log = logging.getLogger(__name__)
 
-FileSignatures = tuple[FileSignature | None, ...]
 Loaded = TypeVar("Loaded")
 
 
@@ -35,7 +34,7 @@ class CertificateFiles(Generic[Loaded]):
         self._load = load
 
     def signatures_now(self) -> FileSignatures:
-        return tuple(map(file_signature, listener_tls_files(self.server)))
+        return file_signatures(listener_tls_files(self.server))
 
     def load(self) -> Loaded:
         """Raises ConfigError, PemError, OSError."""

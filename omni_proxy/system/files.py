@@ -12,11 +12,13 @@ import glob
 import logging
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
 FileSignature = tuple[int, int, int]  # mtime in ns, size in bytes, inode
+FileSignatures = tuple[FileSignature | None, ...]
 
 
 def file_signature(path: str | os.PathLike[str]) -> FileSignature | None:
@@ -29,6 +31,10 @@ def file_signature(path: str | os.PathLike[str]) -> FileSignature | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def file_signatures(paths: Iterable[str]) -> FileSignatures:
+    return tuple(map(file_signature, paths))
 
 
 def read_regular_file(path: Path) -> bytes:

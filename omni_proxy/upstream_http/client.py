@@ -106,6 +106,7 @@ class BufferedTransport(httpx.AsyncHTTPTransport):
 
 
 # Statuses of a worker that lacks the route, or its method.
+JSON_TYPE: Final = {"content-type": "application/json"}
 ROUTE_ABSENT: Final = (404, 405, 501)
 MAX_PARALLEL_CALLS: Final = 64  # of one broadcast; further calls wait for a free slot
 
@@ -319,7 +320,6 @@ async def _send(worker: Worker, call: Call) -> tuple[int, bytes | None, str]:
 
 
 FLUSH_PATHS: Final = (FLUSH_CACHE, RESET_PREFIX_CACHE)  # SGLang's, vLLM's
-_JSON: Final = {"content-type": "application/json"}
 _TOKEN: Final = {"max_tokens": 1, "temperature": 0}
 
 
@@ -335,7 +335,7 @@ async def generate_token(
     worker: Worker, headers: Mapping[str, str], timeout_secs: float
 ) -> CallResult:
     """Call the worker's generating health check if it has one, else generate one token."""
-    sent = {**headers, **_JSON}
+    sent = {**headers, **JSON_TYPE}
     completion = {"prompt": "hi", **_TOKEN, **({"model": worker.model} if worker.model else {})}
     sampling = {"text": "hi", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
     calls = [

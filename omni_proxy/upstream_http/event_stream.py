@@ -12,11 +12,10 @@ from typing import Final
 
 import msgspec
 
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.wire.bounded_json import MALFORMED, MAX_INTEGER
 
 DONE: Final = b"[DONE]"
 MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
-MAX_TOKENS: Final = 2**53  # a larger token count in a response is ignored
 _BOM: Final = b"\xef\xbb\xbf"
 # Fields of a chat delta with generated output.
 _GENERATED: Final = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls")
@@ -140,4 +139,4 @@ def _usage(found: object) -> TokenUsage | None:
 
 def _count(found: dict[str, object], name: str) -> int | None:
     value = found.get(name)
-    return value if type(value) is int and 0 <= value <= MAX_TOKENS else None
+    return value if type(value) is int and 0 <= value <= MAX_INTEGER else None

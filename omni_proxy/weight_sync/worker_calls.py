@@ -20,11 +20,10 @@ from omni_proxy.admin_ops.engine_paths import MODEL_INFO_PATHS, WEIGHTS_CHECKER
 from omni_proxy.admin_ops.results import WorkerResult, parsed, version_of
 from omni_proxy.admin_ops.routes import CONTINUE, AdminRoute
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker, flush_cache
+from omni_proxy.upstream_http.client import JSON_TYPE, ROUTE_ABSENT, Call, call_worker, flush_cache
 from omni_proxy.weight_sync.protocol.checksum_agreement import Verdict, compare_answers
 
 MAX_RESPONSE_BYTES = 64 * 1024 * 1024  # a checksum response lists every tensor
-JSON_TYPE: Final = {"content-type": "application/json"}
 LARGE_BYTES: Final = 64 * 1024
 OnResult = Callable[[WorkerResult], None]
 

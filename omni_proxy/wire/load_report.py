@@ -25,7 +25,7 @@ LOAD_NAME: Final = b"endpoint-load-metrics"
 LOAD_FORMAT_NAME: Final = b"endpoint-load-metrics-format"
 LOAD_FORMAT_LINE: Final = LOAD_FORMAT_NAME + b": JSON\r\n"
 MAX_VALUE_BYTES: Final = 4096
-MAX_ENGINES: Final = 1024  # behind one URL; also the maximum of the key `ranks`
+MAX_RANKS: Final = 1024  # engines behind one URL; also the maximum of the key `ranks`
 
 _FIELD: Final = b"\r\n" + LOAD_NAME + b":"
 _ANY_CASE: Final = re.compile(rb"\r\n(?i:endpoint-load-metrics)[ \t]*:([^\r\n]*)(?=\r\n|\Z)")
@@ -132,7 +132,7 @@ def loads_of_metrics(text: bytes) -> dict[int, LoadReport]:
         engine = int(label[1]) if label is not None else 0
         number = _number(value.decode("latin-1"))
         report = _report(number, None) if name in _WAITING_SERIES else _report(None, number)
-        if report != NO_REPORT and engine < MAX_ENGINES:
+        if report != NO_REPORT and engine < MAX_RANKS:
             loads[engine] = _larger(loads.get(engine, NO_REPORT), report)
     return loads
 
@@ -163,7 +163,7 @@ def _larger(one: LoadReport, other: LoadReport) -> LoadReport:
 def loads_of_records(body: object) -> dict[int, LoadReport]:
     """Reports in the parsed JSON of /v1/loads, by rank; {} if it has no valid record."""
     records = body.get("loads") if isinstance(body, dict) else None
-    if not isinstance(records, list) or len(records) > MAX_ENGINES:
+    if not isinstance(records, list) or len(records) > MAX_RANKS:
         return {}
     loads: dict[int, LoadReport] = {}
     for place, record in enumerate(records):
@@ -171,7 +171,7 @@ def loads_of_records(body: object) -> dict[int, LoadReport]:
         if not isinstance(record, dict) or record.get("source") == "proxy":
             continue
         rank = record.get("dp_rank")
-        if not isinstance(rank, int) or not 0 <= rank < MAX_ENGINES or rank in loads:
+        if not isinstance(rank, int) or not 0 <= rank < MAX_RANKS or rank in loads:
             rank = place
         waiting, usage = record.get("num_waiting_reqs"), record.get("token_usage")
         loads[rank] = _report(_as_number(waiting), _as_number(usage))

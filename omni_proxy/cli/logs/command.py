@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Final, Self
 
 import msgspec
 
+from omni_proxy.cli import INTERRUPTED
 from omni_proxy.cli.client.admin_client import (
     NOT_REACHABLE,
     AdminClient,
@@ -150,7 +151,6 @@ def _more(record: dict[str, Any]) -> list[str]:
 
 
 NO_LOG: Final = 1
-INTERRUPTED: Final = 130
 LINES: Final = 20
 OFF, STDOUT = "off", "-"
 _EPILOG: Final = """\

@@ -38,6 +38,10 @@ SEND_SECS: Final = 10.0
 # Importing torch takes seconds, and much longer on an overloaded machine.
 START_SECS: Final = 60.0
 REAP_SECS: Final = 5.0
+# Time for a child to report that its own deadline has passed.
+SLACK_SECS: Final = 3.0
+# Timeout of an orderly end or a query, whose answer is optional.
+ANSWER_SECS: Final = 2.0
 
 
 class ChildEnded(GroupError):

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from omni_proxy.process_group.blocking_call import CancelToken
 from omni_proxy.process_group.broadcast.buffers import BlockLease, SharedBlockPool
@@ -20,6 +20,8 @@ from omni_proxy.process_group.broadcast.mapped_file import FileRegion, map_file,
 from omni_proxy.process_group.broadcast.receive import tensor_views
 from omni_proxy.process_group.broadcast.transfer import ReceiveOrder, Transfer
 from omni_proxy.process_group.fork.child_process import (
+    ANSWER_SECS,
+    SLACK_SECS,
     START_SECS,
     ChildEnded,
     ChildHandle,
@@ -51,11 +53,6 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
-
-# Time for a child to report that its own deadline has passed.
-SLACK_SECS: Final = 3.0
-# Timeout of an orderly end or a query, whose answer is optional.
-ANSWER_SECS: Final = 2.0
 
 
 class _ChildGroup:

@@ -16,6 +16,8 @@ from omni_proxy.process_group.broadcast.buffers import BlockLease, SharedBlockPo
 from omni_proxy.process_group.broadcast.mapped_file import FileRegion, region_span
 from omni_proxy.process_group.broadcast.transfer import ReceiveOrder, Transfer
 from omni_proxy.process_group.fork.child_process import (
+    ANSWER_SECS,
+    SLACK_SECS,
     START_SECS,
     ChildEnded,
     ChildPool,
@@ -37,8 +39,6 @@ from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan
 if TYPE_CHECKING:
     import torch
 
-SLACK_SECS: Final = 3.0
-ANSWER_SECS: Final = 2.0
 OPEN_SECS: Final = 10.0
 
 

@@ -176,6 +176,10 @@ class Client:
         """The static information of each ready stage."""
         return self._coordinator.stage_info()
 
+    def tp_size(self) -> int:
+        """Number of processes that share a stage's model."""
+        return max((info.get("tp_size", 1) for info in self.stage_info().values()), default=1)
+
     async def admin(
         self,
         action: str,

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omni_proxy.process_group.tensor_plan import aligned_starts
 from omni_proxy.replica.weights.live_tensors import (
     DERIVED_ENDINGS,
     LiveTensors,
@@ -39,8 +40,6 @@ from omni_proxy.replica.weights.stored_tensors import StoredTensors
 
 # The work item of one thread: whole huge pages, and small enough to balance the threads.
 SHARE_BYTES: Final = 8 << 20
-# Alignment of tensors in a buffer.
-ALIGNMENT_BYTES: Final = 64
 
 # The largest buffer that is kept for the next read: allocating it again costs more than a copy.
 KEEP_BYTES: Final = 1 << 30
@@ -276,11 +275,9 @@ class SafetensorsLoader:
 
 def _side_by_side(wanted: Sequence[_SelectedTensor]) -> tuple[dict[_SelectedTensor, int], int]:
     """The offset of each tensor in one block of memory, and the block's size in bytes."""
-    places, end = {}, 0
-    for each in wanted:
-        places[each] = start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        end = start + each.form.nbytes
-    return places, end
+    starts = aligned_starts([each.form.nbytes for each in wanted])
+    end = starts[-1] + wanted[-1].form.nbytes if wanted else 0
+    return dict(zip(wanted, starts, strict=True)), end
 
 
 def _alone(wanted: _SelectedTensor, threads: int) -> Tensor:

@@ -22,11 +22,11 @@ from omni_proxy.routing.inspect.prefix_text import LIMIT, TOKENS, prompt_bytes
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.policies import Policy, RandomBelow, build_policy
+from omni_proxy.routing.policies.cache_cost import BYTES_PER_TOKEN
 from omni_proxy.routing.policies.event_aware import EventAware
 from omni_proxy.routing.policies.session_load import PrefixedSessions, Sessions
 from omni_proxy.routing.policies.sticky import Sticky
 
-BYTES_PER_TOKEN: Final = 4  # mean of UTF-8 text, for English and code
 SHORTEST_TOKEN: Final = {TOKENS: 2}  # bytes by mark: a digit and a comma
 POOLS: Final[tuple[Role, ...]] = ("prefill", "decode")
 

@@ -20,7 +20,7 @@ from omni_proxy.routing.kv_transfer.sglang import (
     MAX_DRAWN,
     RID_CHARS,
     ROOM_BITS,
-    ROOMS,
+    ROOM_MASK,
     bootstrap_host,
     json_text,
     port_text,
@@ -28,7 +28,6 @@ from omni_proxy.routing.kv_transfer.sglang import (
 from omni_proxy.routing.policies.policy import RandomBelow
 from omni_proxy.wire.bounded_json import MALFORMED
 
-_ROOM_MASK: Final = ROOMS - 1
 _FIRST: Final = b'{"'  # no blank, byte-order mark or other encoding, and at least one member
 _ONE: Final = b"1"
 _BACKSLASH: Final = b"\\"  # searched first: a single byte is found much faster
@@ -98,7 +97,7 @@ def sglang_chat(
     number = random_below(MAX_DRAWN)
     rid = f"{number >> ROOM_BITS:0{RID_CHARS}x}"
     beginning, rest = _beginning(prefill_url, port), body[1:]
-    keys = f'{number & _ROOM_MASK},"rid":"{rid}",'.encode()
+    keys = f'{number & ROOM_MASK},"rid":"{rid}",'.encode()
     both = b"".join((beginning, keys, rest))
     if prefill_rank is None:
         return rid, both, both

@@ -36,7 +36,7 @@ ROOMS: Final = 2**63  # rooms are 0 to ROOMS - 1
 RID_BITS: Final = 128
 RID_CHARS: Final = RID_BITS // 4
 ROOM_BITS: Final = 63
-_ROOM_MASK: Final = ROOMS - 1
+ROOM_MASK: Final = ROOMS - 1
 # 2**n - 1 instead of 2**n: for a bound one bit longer, half of the draws would be rejected.
 MAX_DRAWN: Final = 2 ** (RID_BITS + ROOM_BITS) - 1
 _KEYS: Final = b'"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":%b,"rid":%b'
@@ -108,7 +108,7 @@ def sglang_legs(
     hosts, ports = json_text(host), port_text(port)
     rids = b'"%b"' % rid.encode()
     if size is None:
-        rooms = b"%d" % (number & _ROOM_MASK)
+        rooms = b"%d" % (number & ROOM_MASK)
     else:
         hosts, ports = _repeated(hosts, size), _repeated(ports, size)
         rooms = b"[%b]" % b",".join(b"%d" % random_below(ROOMS) for _ in range(size))

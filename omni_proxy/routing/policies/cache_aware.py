@@ -22,7 +22,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.cluster_hints import ClusterHints
 from omni_proxy.routing.inspect.prefix_text import prefix_text
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.policies.cache_cost import PromptCost, cheapest, count_prompt_tokens
+from omni_proxy.routing.policies.cache_cost import EXACT, PromptCost, cheapest, count_prompt_tokens
 from omni_proxy.routing.policies.cache_feedback import CacheFeedback, PromptText
 from omni_proxy.routing.policies.least_request import (
     CandidateWeights,
@@ -35,7 +35,6 @@ from omni_proxy.routing.policies.slow_start import SlowStart
 from omni_proxy.routing.prefix_tree import PrefixTree
 from omni_proxy.routing.tree_key import tree_key
 
-EXACT = 64
 # With `count` candidates, a check of the balance of loads is reused for count // LOADS_FOR picks,
 # and a list of the smallest trees for count // SIZES_FOR: sizes change more slowly.
 LOADS_FOR = 64

@@ -22,7 +22,7 @@ from omni_proxy.routing.inspect.prefix_text import LIMIT, prompt_bytes
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies.least_request import load_of
 
-EXACT: Final = 64
+EXACT: Final = 64  # more candidates are not all compared for each pick
 BYTES_PER_TOKEN: Final = 4  # mean of UTF-8 text, for English and code
 
 

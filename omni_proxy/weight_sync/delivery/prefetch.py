@@ -19,9 +19,9 @@ from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.process_group.receiver import FileRegion, PendingReceive, TensorPlan
-from omni_proxy.upstream_http.client import Call
+from omni_proxy.upstream_http.client import JSON_TYPE, Call
 from omni_proxy.weight_sync.delivery.deliver import is_local_address
-from omni_proxy.weight_sync.worker_calls import JSON_TYPE, request_worker
+from omni_proxy.weight_sync.worker_calls import request_worker
 
 PREFETCH_PATH: Final = "/read_weights_ahead"
 CALL_SECS: Final = 30.0

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from omni_proxy.config.fields import MAX_SECS
 from omni_proxy.wire.errors import HttpError
 
 KEYS: Final = (
@@ -21,7 +22,6 @@ KEYS: Final = (
 )  # fmt: skip
 MAX_TEXT_CHARS: Final = 4096
 MAX_COUNT: Final = 1_000_000
-MAX_SECS: Final = 1_000_000_000
 _PERCENT: Final = re.compile(r"(\d{1,3})%")
 
 

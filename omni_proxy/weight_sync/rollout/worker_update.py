@@ -27,7 +27,13 @@ from omni_proxy.admin_ops.engine_paths import (
 )
 from omni_proxy.admin_ops.results import WorkerResult, label_reported, version_of
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, flush_cache, generate_token
+from omni_proxy.upstream_http.client import (
+    JSON_TYPE,
+    ROUTE_ABSENT,
+    Call,
+    flush_cache,
+    generate_token,
+)
 from omni_proxy.weight_sync.delivery.deliver import DeliveryOptions, VersionDeliverer
 from omni_proxy.weight_sync.protocol.checksum_agreement import (
     Digest,
@@ -37,7 +43,6 @@ from omni_proxy.weight_sync.protocol.checksum_agreement import (
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.version_store import UnknownVersion
 from omni_proxy.weight_sync.worker_calls import (
-    JSON_TYPE,
     LABEL_SECS,
     call_once,
     read_labels,

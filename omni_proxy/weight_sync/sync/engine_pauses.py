@@ -17,10 +17,10 @@ from omni_proxy.admin_ops.engine_paths import ABORT_REQUESTS, RESUME, START_UPDA
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.client import Call
+from omni_proxy.upstream_http.client import JSON_TYPE, Call
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 from omni_proxy.weight_sync.state_journal import StateJournal
-from omni_proxy.weight_sync.worker_calls import JSON_TYPE, REFUSED, call_all
+from omni_proxy.weight_sync.worker_calls import REFUSED, call_all
 
 BY: Final = "the proxy"
 CALL_SECS: Final = 10.0

@@ -41,7 +41,7 @@ from omni_proxy.weight_sync.protocol.member_reports import (
 )
 from omni_proxy.weight_sync.protocol.rank_layout import RankRange
 from omni_proxy.weight_sync.protocol.requests import TransferInit, TransferUpdate
-from omni_proxy.weight_sync.worker_calls import post_json
+from omni_proxy.weight_sync.worker_calls import OnResult, post_json
 
 PROGRESS_TIMEOUT_SECS: Final = 2.0
 
@@ -118,7 +118,6 @@ LATE_SECS: Final = 2.0
 SHORT_GRACE_SECS: Final = 1.0
 
 MemberCall = Callable[[Member], Awaitable[WorkerResult]]
-OnResult = Callable[[WorkerResult], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from quart import Quart, Response, request
 from omni_proxy.admin_api.fleet_changes import (
     MAX_WAIT_SECS,
     WAIT_SECS,
-    Edit,
     FleetChanges,
     WorkerArrivals,
     api_worker_spec,
@@ -40,7 +39,7 @@ from omni_proxy.admin_api.worker_requests import WorkerBody, parse_add, parse_pa
 from omni_proxy.config.overlay import SavedState, WorkerSpec, with_disabled_by, with_override
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.runtime_config.config_store import ConfigStore, Edit
 from omni_proxy.wire.errors import HttpError, bad_request
 
 log = logging.getLogger(__name__)

@@ -149,7 +149,7 @@ class InfoRoutes:
                 "served_model_name": context.model_name,
                 "tokenizer_path": self._model_path(facts),
                 "is_generation": True,
-                "tp_size": self._tp_size(),
+                "tp_size": self._context.client.tp_size(),
                 "dp_size": 1,
                 "version": __version__,
                 "weight_version": facts["weight_version"],
@@ -249,11 +249,6 @@ class InfoRoutes:
 
     def _model_path(self, facts: dict[str, Any]) -> str:
         return facts.get("model_path") or self._context.model_path or self._context.model_name
-
-    def _tp_size(self) -> int:
-        """Number of processes that share a stage's model."""
-        infos = self._context.client.stage_info().values()
-        return max((info.get("tp_size", 1) for info in infos), default=1)
 
     def _load(self) -> dict[str, Any]:
         client = self._context.client

@@ -29,7 +29,7 @@ from omni_proxy.replica.api.common.sse import (
     close_streams_after_requests,
     deferred_response,
 )
-from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.api.route_context import RouteContext, SpeechStreamFormat
 from omni_proxy.replica.api.speech.speech_fields import (
     SpeechRequest,
     parse_object,
@@ -44,7 +44,6 @@ from omni_proxy.replica.api.speech.speech_service import (
 from omni_proxy.replica.api.speech.speech_stream import (
     SpeechEncoder,
     SpeechOutcome,
-    StreamFormat,
     choose_stream_format,
     writer_for,
 )
@@ -93,7 +92,7 @@ class _Routes:
         return _whole_file(result, speech_request, request_id)
 
     async def _stream(
-        self, speech_request: SpeechRequest, stream_format: StreamFormat, request_id: str
+        self, speech_request: SpeechRequest, stream_format: SpeechStreamFormat, request_id: str
     ) -> Response:
         generate_request = await self._service.to_generate_request(speech_request, stream=True)
         encoder = SpeechEncoder(

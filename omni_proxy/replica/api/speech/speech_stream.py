@@ -11,11 +11,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 
 from omni_proxy.replica.api.common.errors import ClientError, SpeechError, speech_server_error
 from omni_proxy.replica.api.common.media import encode_audio
 from omni_proxy.replica.api.common.sse import CONTENT_TYPE, DONE, encode_event
+from omni_proxy.replica.api.route_context import SpeechStreamFormat
 from omni_proxy.replica.api.speech.speech_fields import MEDIA_TYPES, SpeechRequest
 from omni_proxy.replica.api.speech.speech_service import (
     DEFAULT_SAMPLE_RATE,
@@ -24,8 +25,6 @@ from omni_proxy.replica.api.speech.speech_service import (
     to_speech_error,
 )
 from omni_proxy.replica.pipeline.client import GenerateChunk
-
-StreamFormat = Literal["sse", "pcm", "openai-sse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +178,7 @@ class DeltaEventWriter:
 
 
 def writer_for(
-    stream_format: StreamFormat, request: SpeechRequest, request_id: str
+    stream_format: SpeechStreamFormat, request: SpeechRequest, request_id: str
 ) -> SpeechWriter:
     match stream_format:
         case "sse":
@@ -191,8 +190,8 @@ def writer_for(
 
 
 def choose_stream_format(
-    request: SpeechRequest, stream_speech_as: StreamFormat
-) -> StreamFormat | None:
+    request: SpeechRequest, stream_speech_as: SpeechStreamFormat
+) -> SpeechStreamFormat | None:
     """Return the format of the stream, or None if it isn't streamed. Raises SpeechError.
 
     stream   stream_format   response
@@ -203,7 +202,7 @@ def choose_stream_format(
                              needs response_format pcm or none
     The third format, sse, is `audio.speech.chunk` events of complete files, then `[DONE]`.
     """
-    stream_format: StreamFormat | None = None
+    stream_format: SpeechStreamFormat | None = None
     if request.stream_format == "sse":
         stream_format = "openai-sse"
     elif request.stream:

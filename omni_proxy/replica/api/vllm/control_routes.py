@@ -124,8 +124,7 @@ class EngineCalls:
         return len(self._context.client.end_early(lambda _: True))
 
     def world_size(self) -> int:
-        infos = self._context.client.stage_info().values()
-        return max((info.get("tp_size", 1) for info in infos), default=1)
+        return self._context.client.tp_size()
 
 
 def id_matcher(wanted: Iterable[str]) -> Callable[[str], bool]:

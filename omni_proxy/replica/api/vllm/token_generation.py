@@ -10,9 +10,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 from quart import Response, request
 from quart_trio import QuartTrio
 
@@ -20,6 +20,7 @@ from omni_proxy.replica.api.common.errors import DetailError, json_response
 from omni_proxy.replica.api.common.kv_transfers import leg_fields, transfer_answer, with_transfers
 from omni_proxy.replica.api.common.lenient_decode import json_body, problem, validate
 from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
+from omni_proxy.replica.api.native.generate import TokenId
 from omni_proxy.replica.api.openai.logprobs import MAX_TOP_LOGPROBS, require_logprobs
 from omni_proxy.replica.api.openai.multi_generation import (
     complete_all,
@@ -42,7 +43,6 @@ from omni_proxy.replica.pipeline.requests import (
     GenerateRequest,
 )
 
-InputToken = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 REQUEST_ID_HEADER = "X-Request-Id"
 ID_PREFIX = "generate-tokens-"
 
@@ -60,7 +60,7 @@ class TokenSampling(Struct, kw_only=True):
     min_p: float | None = None
     seed: Int64 | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[InputToken] | None = None
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     max_tokens: PositiveInt64 | None = None
     logprobs: Int64 | None = None
@@ -72,7 +72,7 @@ class TokenStreamOptions(Struct):
 
 
 class TokensBody(Struct, kw_only=True):
-    token_ids: list[InputToken]
+    token_ids: list[TokenId]
     sampling_params: TokenSampling
     model: str | None = None
     request_id: str | None = None

@@ -9,10 +9,10 @@ it generates the same response as the original request.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 from uuid import uuid4
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 from quart import Response
 from quart_trio import QuartTrio
 
@@ -20,6 +20,7 @@ from omni_proxy.replica.api.common.errors import DetailError, json_response
 from omni_proxy.replica.api.common.lenient_decode import json_body, problem, validate
 from omni_proxy.replica.api.common.prompt_tokens import PromptTokens
 from omni_proxy.replica.api.native.admin_operations import View
+from omni_proxy.replica.api.native.generate import TokenId
 from omni_proxy.replica.api.openai.chat import ChatBody
 from omni_proxy.replica.api.openai.completions import DEFAULT_MAX_TOKENS, CompletionBody
 from omni_proxy.replica.api.openai.to_generate_request import (
@@ -37,7 +38,6 @@ from omni_proxy.replica.api.vllm.vllm_errors import VllmError, invalid, vllm_vie
 from omni_proxy.replica.pipeline.requests import PromptMessage
 from omni_proxy.replica.text.sampling import Sampling
 
-SpelledToken = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 UNSUPPORTED = ("chat_template", "continue_final_message")
 NO_FORMAT = "response_format cannot be rendered as tokens: use /v1/chat/completions"
 _DEFAULTS = Sampling()
@@ -70,7 +70,7 @@ class TokenizeBody(Struct, kw_only=True):
 
 class DetokenizeBody(Struct, kw_only=True):
     model: str | None = None
-    tokens: list[SpelledToken]
+    tokens: list[TokenId]
 
 
 class PromptsBody(Struct, kw_only=True):
