@@ -58,6 +58,7 @@ from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.key_sources import KeySources
 from omni_proxy.runtime_config.reloader import Reloader
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
+from omni_proxy.shared.watchdog import Watchdog
 from omni_proxy.signals import SignalHandler
 from omni_proxy.supervisor import Supervisor
 from omni_proxy.system.fd_limit import raise_fd_limit
@@ -71,7 +72,6 @@ from omni_proxy.telemetry.span_exporter import encode_operation_span
 from omni_proxy.upgrade.control_socket import UpgradeService
 from omni_proxy.upgrade.incoming import Incoming, NoState, NotReady, take_state
 from omni_proxy.upgrade.program_parts import ProgramParts
-from omni_proxy.watchdog import Watchdog
 from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.weight_sync.state_journal import JournalFile, folder_for
 

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 import trio
 
-from omni_proxy.backoff import Backoff
+from omni_proxy.shared.backoff import Backoff
 
 _log = logging.getLogger(__name__)
 

@@ -10,18 +10,7 @@ PURE = (
     "weight_sync/protocol",
 )  # fmt: skip
 IMPURE = {"trio", "quart", "quart_trio", "hypercorn", "httpx", "torch", "time", "random", "socket"}
-SHARED = (
-    "self_exec",
-    "hypercorn_connection",
-    "url_rules",
-    "watchdog",
-    "origins",
-    "backoff",
-    "native",
-    "log_text",
-    "child_exit",
-    "tls_client",
-)  # by the proxy and the replica
+SHARED = ("self_exec", "native", "shared")  # by the proxy and the replica
 # From the bottom to the top: a package imports only from packages before it.
 LAYERS = (
     *SHARED, "wire", "config", "api_keys", "cluster", "system", "process_group", "fleet", "routing", "admin_ops", "discovery",

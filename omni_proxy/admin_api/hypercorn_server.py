@@ -20,7 +20,11 @@ from hypercorn.typing import AppWrapper, ConnectionState, LifespanState
 from hypercorn.utils import wrap_app
 from quart_trio import QuartTrio
 
-from omni_proxy.hypercorn_connection import HypercornConnection, first_leaf_error, protect_last_send
+from omni_proxy.shared.hypercorn_connection import (
+    HypercornConnection,
+    first_leaf_error,
+    protect_last_send,
+)
 
 BACKLOG = 1024
 # The data plane drops an idle connection after 30 s, long before this: no race.

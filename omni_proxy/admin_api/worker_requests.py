@@ -27,7 +27,7 @@ from omni_proxy.config.url import normalize_url
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.origins import MAX_PORT
+from omni_proxy.shared.origins import MAX_PORT
 from omni_proxy.wire.bounded_json import MAX_INTEGER
 from omni_proxy.wire.errors import bad_request
 from omni_proxy.wire.load_report import MAX_RANKS

@@ -32,7 +32,7 @@ from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.launch.gpu_allocator import visible_gpus
-from omni_proxy.origins import MAX_PORT
+from omni_proxy.shared.origins import MAX_PORT
 
 Role: TypeAlias = Literal["", "prefill", "decode"]
 VLLM_SHORT: Final = {"-dp": "--dp-size", "-tp": "--tp-size"}

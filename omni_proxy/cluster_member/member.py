@@ -16,7 +16,6 @@ from typing import Final, Protocol
 
 import trio
 
-from omni_proxy.backoff import Backoff
 from omni_proxy.cluster.messages import (
     AckMessage,
     ByeMessage,
@@ -61,6 +60,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import Prober
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
+from omni_proxy.shared.backoff import Backoff
 from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.weight_sync.worker_calls import read_labels
 

@@ -27,7 +27,6 @@ from typing import Final
 
 import msgspec
 
-from omni_proxy.child_exit import exit_text
 from omni_proxy.cli.flags.peer_flags import PAGE
 from omni_proxy.cli.serve import router_startup, start
 from omni_proxy.compat.router_args import (
@@ -44,6 +43,7 @@ from omni_proxy.config.flags import Dialect, Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.self_exec import program_argv
+from omni_proxy.shared.child_exit import exit_text
 
 _SCRAPED: Final = frozenset(("--prometheus-host",))
 

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from omni_proxy.config.problem import did_you_mean
 from omni_proxy.config.url import normalize_url, refused_address
-from omni_proxy.origins import MAX_PORT
+from omni_proxy.shared.origins import MAX_PORT
 from omni_proxy.wire.bounded_json import MAX_INTEGER
 from omni_proxy.wire.header_fields import FIELD_NAME, NOT_FORWARDED, as_texts
 from omni_proxy.wire.load_report import MAX_RANKS
@@ -303,11 +303,10 @@ Capabilities: TypeAlias = Annotated[tuple[Capability, ...], Meta(min_length=1)]
 Role = Literal["regular", "prefill", "decode"]
 KvConnector = Literal["sglang", "nixl", "mooncake"]
 DEFAULT_BOOTSTRAP_PORT: Final = 8998  # SGLang's and vLLM's default
-BootstrapPort = Annotated[int, Meta(ge=0, le=MAX_PORT)]
+PortOrZero = Annotated[int, Meta(ge=0, le=MAX_PORT)]
 Ranks: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_RANKS)] | Literal["auto"]
-WorkerRanks: TypeAlias = (
-    Annotated[int, Meta(ge=0, le=MAX_RANKS)] | Literal["auto"]
-)  # 0: routing.ranks
+# 0: the value of routing.ranks.
+WorkerRanks: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_RANKS)] | Literal["auto"]
 Loras: TypeAlias = tuple[Name, ...] | Literal["auto"]
 KvEvents = Annotated[str, Meta(extra={"read": read_kv_events})]
 KvReplay = Annotated[str, Meta(extra={"read": read_kv_replay})]

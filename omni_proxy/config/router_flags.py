@@ -18,7 +18,7 @@ from omni_proxy.config.problem import did_you_mean, to_toml_literal
 from omni_proxy.config.schema import WorkerEntry
 from omni_proxy.config.tables.discover import DiscoverEntry, is_label_key, parse_selector
 from omni_proxy.config.url import normalize_url
-from omni_proxy.origins import MAX_PORT
+from omni_proxy.shared.origins import MAX_PORT
 
 CONNECTORS: Final[dict[str, KvConnector]] = {
     "sglang": "sglang", "nixl": "nixl", "mooncake": "mooncake",

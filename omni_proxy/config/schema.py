@@ -15,7 +15,6 @@ from omni_proxy.config.fields import (
     Address,
     AtLeastOne,
     BodyKey,
-    BootstrapPort,
     Capabilities,
     Capability,
     Count,
@@ -40,6 +39,7 @@ from omni_proxy.config.fields import (
     PolicyName,
     PoolPolicyName,
     Port,
+    PortOrZero,
     Ranks,
     RetryCause,
     SessionHeader,
@@ -53,7 +53,6 @@ from omni_proxy.config.tables.cluster import ClusterConfig
 from omni_proxy.config.tables.discover import DiscoverEntry
 from omni_proxy.config.tables.picker import PickerConfig
 from omni_proxy.config.url import normalize_url
-from omni_proxy.origins import MAX_PORT
 
 
 class TimeoutsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,7 +78,7 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # Address to listen on; loopback unless the operator opens it.
     host: Host = "127.0.0.1"
     # 0: any free port, which is logged.
-    port: Annotated[int, Meta(ge=0, le=MAX_PORT)] = 30000
+    port: PortOrZero = 30000
     # File mode of a Unix socket listener.
     unix_mode: Mode = "0660"
     # Data-plane processes that share the port; 0: one per core.
@@ -406,7 +405,7 @@ class WorkerEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     # pair. Empty: sglang.
     kv_connector: Literal["", "sglang", "nixl", "mooncake"] = ""
     # Bootstrap port of a prefill worker (sglang, mooncake); 0: as its /server_info reports.
-    bootstrap_port: BootstrapPort = DEFAULT_BOOTSTRAP_PORT
+    bootstrap_port: PortOrZero = DEFAULT_BOOTSTRAP_PORT
     # Data-parallel ranks behind this URL; above 1 each is picked and counted separately; 0:
     # routing.ranks; "auto": as the engine reports.
     ranks: WorkerRanks = 0

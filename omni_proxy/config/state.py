@@ -17,7 +17,6 @@ from msgspec import Struct, structs
 from omni_proxy.config.api_keys import MAX_KEYS, SavedKey, source_findings
 from omni_proxy.config.fields import (
     CAPABILITIES,
-    BootstrapPort,
     Capabilities,
     Count,
     KvEvents,
@@ -25,6 +24,7 @@ from omni_proxy.config.fields import (
     Loras,
     NetworkUrl,
     OptionalWorkerUrl,
+    PortOrZero,
     Weight,
     WorkerRanks,
 )
@@ -54,7 +54,7 @@ class StateWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_inflight: Count = 0
     role: Literal["", "regular", "prefill", "decode"] = ""
     kv_connector: Literal["", "sglang", "nixl", "mooncake"] = ""
-    bootstrap_port: BootstrapPort = 0
+    bootstrap_port: PortOrZero = 0
     ranks: WorkerRanks = 0
     loras: Loras = ()
     kv_events: KvEvents = "off"
@@ -72,7 +72,7 @@ class WorkerOverride(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_inflight: Count | None = None
     role: Literal["regular", "prefill", "decode"] | None = None
     kv_connector: Literal["sglang", "nixl", "mooncake"] | None = None
-    bootstrap_port: BootstrapPort | None = None
+    bootstrap_port: PortOrZero | None = None
     # Identity of a worker that was discovered; None: another source names it.
     found: str | None = None
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Final
 from urllib.parse import SplitResult, quote, urlsplit
 
-from omni_proxy.origins import DEFAULT_PORTS, MAX_PORT
+from omni_proxy.shared.origins import DEFAULT_PORTS, MAX_PORT
 
 _NAME: Final = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?")
 _NUMBER: Final = re.compile(r"0x[0-9a-f]*|[0-9]+")

@@ -18,7 +18,7 @@ from omni_proxy.config.problem import Path, did_you_mean, format_path, to_toml_l
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.config.tables.cluster import cluster_findings
 from omni_proxy.config.tables.discover import discover_findings
-from omni_proxy.origins import MAX_PORT
+from omni_proxy.shared.origins import MAX_PORT
 
 # Path, reason, hint.
 Finding: TypeAlias = tuple[Path, str, str]

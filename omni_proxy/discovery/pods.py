@@ -21,7 +21,7 @@ from omni_proxy.config.schema import WorkerEntry
 from omni_proxy.config.tables.discover import DiscoverEntry, matches, parse_selector
 from omni_proxy.config.url import normalize_url
 from omni_proxy.discovery.members import SourceEndpoint, SourceMember, SourceMembers
-from omni_proxy.origins import MAX_PORT
+from omni_proxy.shared.origins import MAX_PORT
 
 _BLANK: Final = re.compile(r"[ \t\r\n]*")
 _DECODER: Final = json.JSONDecoder()

@@ -23,7 +23,7 @@ import trio
 from omni_proxy import __version__
 from omni_proxy.config.tables.discover import DiscoverEntry
 from omni_proxy.config.url import normalize_url
-from omni_proxy.origins import DEFAULT_PORTS
+from omni_proxy.shared.origins import DEFAULT_PORTS
 from omni_proxy.system.tls_contexts import (
     PemError,
     load_certificate,

@@ -19,7 +19,6 @@ from urllib.parse import quote, urlencode
 
 import trio
 
-from omni_proxy.backoff import Backoff
 from omni_proxy.config.tables.discover import DiscoverEntry
 from omni_proxy.discovery.members import SourceMember, SourceStatus
 from omni_proxy.discovery.pods import EventType, LineBuffer, Pod, PodState, walk_list
@@ -32,6 +31,7 @@ from omni_proxy.discovery_watch.api_connection import (
     ClusterAccess,
     get,
 )
+from omni_proxy.shared.backoff import Backoff
 
 _log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from typing import Final, TypeAlias
 import trio
 
 from omni_proxy.admin_ops.engine_paths import SERVER_INFO_PATHS
-from omni_proxy.backoff import Backoff
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.shared.backoff import Backoff
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, CallResult, call_worker
 
 RETRY_SECS: Final = 1.0  # after a failed read, doubling

@@ -27,7 +27,7 @@ from omni_proxy.health.engine_pages import (
     PageReader,
     was_reached,
 )
-from omni_proxy.origins import MAX_PORT
+from omni_proxy.shared.origins import MAX_PORT
 from omni_proxy.upstream_http.client import CallResult
 from omni_proxy.wire.load_report import (
     MAX_RANKS,

@@ -14,12 +14,12 @@ from typing import Final
 
 import trio
 
-from omni_proxy.backoff import Backoff
 from omni_proxy.config.state import SavedVoices
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.engine_pages import MAX_RETRY_SECS, RETRY_SECS
+from omni_proxy.shared.backoff import Backoff
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, CallResult, call_worker
 
 _log = logging.getLogger(__name__)

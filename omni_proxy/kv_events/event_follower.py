@@ -23,7 +23,6 @@ from typing import Final, NamedTuple
 import msgspec
 import trio
 
-from omni_proxy.child_exit import wait_or_kill
 from omni_proxy.config.validate import KV_EVENTS_INSTALL, KV_EVENTS_MODULE
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import KvMode, Worker
@@ -47,6 +46,7 @@ from omni_proxy.kv_events.messages import (
 from omni_proxy.multiprocess.ipc import IpcChannel
 from omni_proxy.routing.kv_events.held_changes import ChangeOp, PackedChanges
 from omni_proxy.self_exec import program_argv
+from omni_proxy.shared.child_exit import wait_or_kill
 from omni_proxy.wire.load_report import MAX_RANKS
 
 _log = logging.getLogger(__name__)

@@ -24,7 +24,6 @@ from typing import Final
 import msgspec
 import trio
 
-from omni_proxy.backoff import Backoff
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.launch.child_process import (
@@ -36,6 +35,7 @@ from omni_proxy.launch.child_process import (
 from omni_proxy.launch.gpu_allocator import GpuAllocator, TooFewGpus
 from omni_proxy.launch.worker_link import LaunchedWorkerLink
 from omni_proxy.self_exec import program_argv
+from omni_proxy.shared.backoff import Backoff
 
 OWN_COMMAND: Final = "omni-proxy"
 _NEXT_PORT: Final = re.compile(r"\{([0-9]+)\+index\}")  # {5557+index}: 5557 for the first replica

@@ -24,7 +24,7 @@ from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.model_aliases import ModelAliases, TargetChecks
 from omni_proxy.routing.pinning import ResponseOwners
 from omni_proxy.routing.policies import Policy
-from omni_proxy.watchdog import Watchdog
+from omni_proxy.shared.watchdog import Watchdog
 
 COUNTS: Final = ("accepted", "failures", "failed_tls_handshakes", "answers_across_versions")
 # For a process that has not reported yet.

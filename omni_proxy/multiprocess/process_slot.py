@@ -18,8 +18,6 @@ from typing import Final
 import msgspec
 import trio
 
-from omni_proxy.backoff import Backoff
-from omni_proxy.child_exit import exit_text, wait_or_kill
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.launch.replica_process import OWN_COMMAND, argv_of
 from omni_proxy.multiprocess.ipc import (
@@ -30,6 +28,8 @@ from omni_proxy.multiprocess.ipc import (
     ProcessStats,
     StateSnapshot,
 )
+from omni_proxy.shared.backoff import Backoff
+from omni_proxy.shared.child_exit import exit_text, wait_or_kill
 
 _log = logging.getLogger(__name__)
 

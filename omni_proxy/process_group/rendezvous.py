@@ -20,8 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from omni_proxy.origins import MAX_PORT
 from omni_proxy.process_group.tensor_plan import GroupError
+from omni_proxy.shared.origins import MAX_PORT
 
 GLOO: Final = "gloo"
 NCCL: Final = "nccl"

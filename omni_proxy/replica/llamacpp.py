@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from omni_proxy.log_text import quote_value
+from omni_proxy.shared.log_text import quote_value
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 # llama.cpp's levels: 1 errors, 2 warnings, 3 a line per step of a request, 4 everything.

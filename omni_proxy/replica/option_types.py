@@ -10,7 +10,7 @@ import argparse
 import ipaddress
 from typing import Final, TypeVar
 
-from omni_proxy.origins import MAX_PORT
+from omni_proxy.shared.origins import MAX_PORT
 
 MAX_SECS: Final = 3600
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_proxy.origins import is_loopback
 from omni_proxy.replica.api.route_context import ADMIN_KEY_VARIABLE
 from omni_proxy.replica.kv_events.settings import kv_event_params
 from omni_proxy.replica.kv_transfer.request_fields import TransferFields
@@ -17,6 +16,7 @@ from omni_proxy.replica.kv_transfer.settings import connector_of, transfer_param
 from omni_proxy.replica.model_file import MODELS
 from omni_proxy.replica.pipeline.builtin import OFF, BuiltinOptions, builtin_pipeline, capabilities
 from omni_proxy.replica.pipeline.config import PipelineConfig, load_pipeline
+from omni_proxy.shared.origins import is_loopback
 
 if TYPE_CHECKING:
     from omni_proxy.replica.api.route_context import AppOptions

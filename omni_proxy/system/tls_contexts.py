@@ -19,13 +19,13 @@ from typing import Final, Literal
 from omni_proxy.config.problem import ConfigError, Problem
 from omni_proxy.config.schema import Config, ServerConfig
 from omni_proxy.config.tables.discover import DiscoverEntry
-from omni_proxy.system.files import FileSignature, file_signature
-from omni_proxy.tls_client import (
+from omni_proxy.shared.tls_client import (
     context_of_the_system,
     context_without_authorities,
     system_context,
     with_common_options,
 )
+from omni_proxy.system.files import FileSignature, file_signature
 
 _log = logging.getLogger(__name__)
 

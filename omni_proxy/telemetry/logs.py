@@ -21,7 +21,7 @@ from typing import Final, TextIO
 
 import msgspec
 
-from omni_proxy.log_text import (
+from omni_proxy.shared.log_text import (
     LINE_FORMAT,
     LogfmtFormatter,
     ascii_json,

@@ -12,7 +12,7 @@ import struct
 from ipaddress import AddressValueError, IPv4Address, IPv6Address
 from typing import Final, NamedTuple
 
-from omni_proxy.origins import MAX_PORT
+from omni_proxy.shared.origins import MAX_PORT
 from omni_proxy.wire.errors import DownstreamError
 
 MAX_BYTES: Final = 4096

@@ -14,7 +14,7 @@ from typing import Final
 import httptools
 import msgspec
 
-from omni_proxy.log_text import mask_secrets
+from omni_proxy.shared.log_text import mask_secrets
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.header_fields import (
     HINTS,

@@ -34,8 +34,8 @@ from omni_proxy.routing.pinning import own_response_owners
 from omni_proxy.routing.policies import build_policy
 from omni_proxy.runtime_config.membership_lock import MembershipLock
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
+from omni_proxy.shared.watchdog import Watchdog
 from omni_proxy.telemetry.instruments import Instruments
-from omni_proxy.watchdog import Watchdog
 from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.weight_sync.state_journal import JournalFile
 from tests.idle import wait_until_idle

@@ -6,7 +6,7 @@ from msgspec import structs
 from omni_proxy.config.parse import parse
 from omni_proxy.multiprocess.aggregate import NO_STATS, AggregateView, sum_stats
 from omni_proxy.multiprocess.process_manager import per_process_config, process_count
-from omni_proxy.watchdog import Watchdog
+from omni_proxy.shared.watchdog import Watchdog
 
 
 def test_statistics_of_processes_are_added_and_ratios_averaged():

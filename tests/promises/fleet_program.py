@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import trio
 
-from omni_proxy.watchdog import STALL_EVENT
+from omni_proxy.shared.watchdog import STALL_EVENT
 from tests.program_forkserver import PROXY, Forked, forkserver
 from tools.http_requests import RequestReader
 

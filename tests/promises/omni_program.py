@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from omni_proxy.replica.model_file import MODELS, cache_folder
-from omni_proxy.watchdog import STALL_EVENT
+from omni_proxy.shared.watchdog import STALL_EVENT
 from tests.program_forkserver import forking_interpreter
 
 MODEL = "smollm2-135m"

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, suppress
 import httpx
 import trio
 
-from omni_proxy.watchdog import STALL_EVENT
+from omni_proxy.shared.watchdog import STALL_EVENT
 from tests.ports import free_port
 from tests.program_forkserver import PROXY, REPLICA, forkserver
 from tests.promises.fleet_program import POLL_SECS

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import trio
 
-from omni_proxy.watchdog import STALL_EVENT
+from omni_proxy.shared.watchdog import STALL_EVENT
 from tests.example_counts import thorough
 from tests.processes import alive
 from tests.promises.fleet_program import PATIENCE_SECS, Program, chat, put, toml, workers

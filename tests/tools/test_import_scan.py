@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from omni_proxy import server, watchdog
+from omni_proxy import server
+from omni_proxy.shared import watchdog
 from tools import import_scan
 from tools.import_scan import WANTED, iterate_instructions
 

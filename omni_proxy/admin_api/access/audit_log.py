@@ -16,7 +16,7 @@ import msgspec
 from quart import Quart, Response, g, request
 
 from omni_proxy.admin_api.access.browser_checks import received_via
-from omni_proxy.log_text import ascii_json, mask_secrets
+from omni_proxy.shared.log_text import ascii_json, mask_secrets
 from omni_proxy.wire.proxy_protocol import FIELD
 
 PATH_CHARS: Final = 2048

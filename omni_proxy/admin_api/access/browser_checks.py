@@ -14,7 +14,7 @@ from typing import Final
 from quart import Request
 
 from omni_proxy.config.schema import Config
-from omni_proxy.origins import (
+from omni_proxy.shared.origins import (
     Origin,
     hostname_of,
     is_from_foreign_page,

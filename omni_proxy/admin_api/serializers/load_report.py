@@ -19,7 +19,7 @@ from typing import Any, Final
 import trio
 
 from omni_proxy import __version__
-from omni_proxy.log_text import MASK
+from omni_proxy.shared.log_text import MASK
 from omni_proxy.upstream_http.client import CallResult
 from omni_proxy.weight_sync.protocol.rank_layout import count_ranks
 

@@ -11,7 +11,7 @@ from urllib.parse import quote, urlsplit
 
 from omni_proxy.cli.client.admin_client import AdminClient, AdminReply, JsonObject
 from omni_proxy.cli.screen.text_table import printable
-from omni_proxy.origins import DEFAULT_PORTS
+from omni_proxy.shared.origins import DEFAULT_PORTS
 
 
 class ChangeRefused(Exception):

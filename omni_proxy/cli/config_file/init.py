@@ -21,7 +21,7 @@ from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.problem import to_toml_literal
-from omni_proxy.origins import is_loopback
+from omni_proxy.shared.origins import is_loopback
 
 REFUSED: Final = 2
 DEFAULT_FILE: Final = Path("proxy.toml")

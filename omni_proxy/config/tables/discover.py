@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 from omni_proxy.config.fields import CAPABILITIES, Capabilities, Interval, Name, Port, read_listen
 from omni_proxy.config.problem import Path, format_path, to_toml_literal
 from omni_proxy.config.url import normalize_url
-from omni_proxy.origins import is_loopback
+from omni_proxy.shared.origins import is_loopback
 
 _NAME: Final = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _KEY: Final = rf"(?:[a-z0-9](?:[a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_NAME}"

@@ -15,7 +15,7 @@ import msgspec
 from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.log_text import ascii_json, escape_match
+from omni_proxy.shared.log_text import ascii_json, escape_match
 
 _encode = msgspec.json.encode
 _UNSHOWN = re.compile(r"[\s\\\x00-\x1f\x7f]|[^\x00-\x7f]")

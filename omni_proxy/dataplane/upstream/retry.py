@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from omni_proxy.backoff import exponential_delay
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.services import ExchangeServices
@@ -21,6 +20,7 @@ from omni_proxy.dataplane.upstream.acquire import report_failure, report_success
 from omni_proxy.dataplane.upstream.pool import ResponseStart
 from omni_proxy.fleet.worker import FAILED, Worker
 from omni_proxy.routing.routes import VOICE_OWNER
+from omni_proxy.shared.backoff import exponential_delay
 from omni_proxy.wire.aborted_reply import CODE as ABORTED
 from omni_proxy.wire.errors import HttpError
 

@@ -19,10 +19,10 @@ from typing import Final
 
 import msgspec
 
-from omni_proxy.child_exit import exit_text
 from omni_proxy.process_group.fork.ipc import Exited, ForkEvent, JsonSocket, send_at_once
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.self_exec import program_argv
+from omni_proxy.shared.child_exit import exit_text
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from omni_proxy.log_text import LogfmtFormatter
 from omni_proxy.process_group.broadcast.mapped_file import map_file, map_for_receive, prefault
 from omni_proxy.process_group.broadcast.transfer import LocalReceived, ReceiveOrder, Transfer
 from omni_proxy.process_group.fork.forkserver import run
@@ -50,6 +49,7 @@ from omni_proxy.process_group.fork.ipc import (
 from omni_proxy.process_group.rank_protocol import GroupLimits, Groups
 from omni_proxy.process_group.sender import SendResult, ThreadSender
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan
+from omni_proxy.shared.log_text import LogfmtFormatter
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from omni_proxy.origins import MAX_PORT
+from omni_proxy.shared.origins import MAX_PORT
 
 Form: TypeAlias = Literal["vllm", "sglang"]
 FORMS: Final[tuple[Form, ...]] = ("vllm", "sglang")

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct
 
-from omni_proxy.origins import MAX_PORT
+from omni_proxy.shared.origins import MAX_PORT
 
 Role = Literal["null", "prefill", "decode"]
 Connector = Literal["sglang", "nixl", "mooncake"]

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from omni_proxy.origins import MAX_PORT
 from omni_proxy.replica.kv_transfer.request_fields import (
     CONNECTORS,
     DEFAULT_BOOTSTRAP_PORT,
@@ -23,6 +22,7 @@ from omni_proxy.replica.kv_transfer.request_fields import (
     Role,
 )
 from omni_proxy.replica.option_types import count, deadline, port_or_0
+from omni_proxy.shared.origins import MAX_PORT
 
 LOOPBACK: Final = ("127.0.0.0/8", "::1/128")
 ANY: Final = "any"

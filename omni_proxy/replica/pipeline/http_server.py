@@ -29,12 +29,16 @@ from hypercorn.typing import AppWrapper, ConnectionState
 from hypercorn.utils import wrap_app
 from quart_trio import QuartTrio
 
-from omni_proxy.hypercorn_connection import HypercornConnection, first_leaf_error, protect_last_send
-from omni_proxy.log_text import log_to_stderr
 from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.config import PipelineConfig
 from omni_proxy.replica.pipeline.runtime import Runtime, StartError, open_pipeline
-from omni_proxy.watchdog import Watchdog
+from omni_proxy.shared.hypercorn_connection import (
+    HypercornConnection,
+    first_leaf_error,
+    protect_last_send,
+)
+from omni_proxy.shared.log_text import log_to_stderr
+from omni_proxy.shared.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from quart_trio import QuartTrio

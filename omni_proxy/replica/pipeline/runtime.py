@@ -15,12 +15,12 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from omni_proxy.backoff import Backoff
 from omni_proxy.replica.pipeline.config import PipelineConfig, StageConfig, compile_plan
 from omni_proxy.replica.pipeline.coordination.coordinator import Coordinator
 from omni_proxy.replica.pipeline.messages import StageEnded, StageInput, StageOutput, StageReady
 from omni_proxy.replica.pipeline.stage import StageHost, StageThread
 from omni_proxy.replica.pipeline.stage_process import StageProcess
+from omni_proxy.shared.backoff import Backoff
 
 MIN_BACKOFF_SECS = 0.5
 MAX_BACKOFF_SECS = 30.0

@@ -23,8 +23,6 @@ from typing import Any, TypeVar
 import msgspec
 import trio
 
-from omni_proxy.child_exit import exit_text, wait_or_kill
-from omni_proxy.log_text import log_to_stderr
 from omni_proxy.replica.hard_exit import exit_process
 from omni_proxy.replica.pipeline.config import FlowError, StageConfig
 from omni_proxy.replica.pipeline.messages import (
@@ -44,6 +42,8 @@ from omni_proxy.replica.pipeline.stage import (
     run_stage,
 )
 from omni_proxy.self_exec import program_argv
+from omni_proxy.shared.child_exit import exit_text, wait_or_kill
+from omni_proxy.shared.log_text import log_to_stderr
 
 LENGTH_BYTES = 4
 MAX_BYTES = 1 << 30

@@ -24,7 +24,6 @@ from typing import Any, cast
 import msgspec
 from torch import Tensor
 
-from omni_proxy.child_exit import wait_or_kill_in_thread
 from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.llama import Batch, BatchPart, Llama
 from omni_proxy.replica.models.text_model import TextModel
@@ -71,6 +70,7 @@ from omni_proxy.replica.tp.sharded_model import (
     Shard,
     ShardedLlama,
 )
+from omni_proxy.shared.child_exit import wait_or_kill_in_thread
 
 READY_SECS = 300.0  # for a follower to load its part
 READ_BYTES = 1 << 18

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Final
 
-from omni_proxy.backoff import Backoff
 from omni_proxy.fleet.worker import KvMode
 from omni_proxy.routing.kv_events.block_keys import extend_keys, root_key
 from omni_proxy.routing.kv_events.engine_blocks import MEDIA, EngineBlocks, NameReused
@@ -30,6 +29,7 @@ from omni_proxy.routing.kv_events.event_payload import (
     decode_batch,
 )
 from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
+from omni_proxy.shared.backoff import Backoff
 
 MAX_HELD_BATCHES: Final = 10_000  # batches that arrive during a replay
 MAX_HELD_BYTES: Final = 64 * 1024 * 1024

@@ -14,11 +14,11 @@ from typing import Final
 import trio
 
 from omni_proxy.admin_ops.results import NOT_FLUSHED
-from omni_proxy.backoff import Backoff
 from omni_proxy.fleet.cordon_reasons import UNPROVEN
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import StartThrottle
+from omni_proxy.shared.backoff import Backoff
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
 from omni_proxy.weight_sync.state_journal import StateJournal
 from omni_proxy.weight_sync.worker_calls import (

@@ -17,15 +17,15 @@ from quart import Response, request
 from quart_trio import QuartTrio
 from werkzeug.datastructures import Headers
 
-from omni_proxy.origins import (
+from omni_proxy.replica.api.common.errors import DetailError
+from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.shared.origins import (
     hostname_of,
     is_from_foreign_page,
     is_local_name,
     parse_origin,
     shows_browser,
 )
-from omni_proxy.replica.api.common.errors import DetailError
-from omni_proxy.replica.api.route_context import RouteContext
 
 # Model routes, open for every method.
 MODEL_ROUTES: Final = frozenset(

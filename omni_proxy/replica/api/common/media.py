@@ -32,8 +32,8 @@ from werkzeug.sansio.multipart import (
     NeedData,
 )
 
-from omni_proxy.origins import DEFAULT_PORTS
-from omni_proxy.tls_client import system_context
+from omni_proxy.shared.origins import DEFAULT_PORTS
+from omni_proxy.shared.tls_client import system_context
 
 if TYPE_CHECKING:
     from omni_proxy.replica.audio import Samples

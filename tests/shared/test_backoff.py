@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.backoff import Backoff, exponential_delay
+from omni_proxy.shared.backoff import Backoff, exponential_delay
 
 
 def test_the_delay_doubles_up_to_its_limit():

@@ -5,8 +5,8 @@ import sys
 import pytest
 import trio
 
-from omni_proxy import child_exit
-from omni_proxy.child_exit import exit_text, wait_or_kill, wait_or_kill_in_thread
+from omni_proxy.shared import child_exit
+from omni_proxy.shared.child_exit import exit_text, wait_or_kill, wait_or_kill_in_thread
 
 ENDLESS = [sys.executable, "-c", "import signal; signal.pause()"]
 QUICK = [sys.executable, "-c", "raise SystemExit(3)"]

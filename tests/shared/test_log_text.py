@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.log_text import (
+from omni_proxy.shared.log_text import (
     MASK,
     SECRETS,
     LogfmtFormatter,

@@ -1,7 +1,7 @@
 import pytest
 from werkzeug.datastructures import Headers
 
-from omni_proxy.origins import is_from_foreign_page, is_loopback, parse_origin, shows_browser
+from omni_proxy.shared.origins import is_from_foreign_page, is_loopback, parse_origin, shows_browser
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])

@@ -1,7 +1,7 @@
 import ssl
 from types import SimpleNamespace
 
-from omni_proxy.tls_client import context_of_the_system
+from omni_proxy.shared.tls_client import context_of_the_system
 
 
 def test_without_authorities_in_the_system_there_are_those_of_httpx(monkeypatch):

@@ -12,8 +12,8 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy import watchdog
-from omni_proxy.watchdog import (
+from omni_proxy.shared import watchdog
+from omni_proxy.shared.watchdog import (
     CHECK_SECS,
     STALL_EVENT,
     STALL_SECS,
@@ -24,7 +24,7 @@ from omni_proxy.watchdog import (
 
 PROGRAM = """
 import logging, math, re, sys, time, trio
-from omni_proxy.watchdog import Watchdog
+from omni_proxy.shared.watchdog import Watchdog
 
 def {act}
 
@@ -175,7 +175,7 @@ def test_the_kernel_counts_how_long_a_thread_waits_for_a_cpu():
 
 FORKED = """
 import os, sys, threading, trio
-from omni_proxy import watchdog
+from omni_proxy.shared import watchdog
 
 async def main():
     read_ids, event = [], threading.Event()

@@ -1,0 +1,1 @@
+"""What the proxy and the replica share: each module is one rule that both follow."""
