@@ -54,9 +54,9 @@ async def test_requests_of_one_connection_are_answered_in_turn():
 async def test_requests_that_repeat_a_head_take_the_fast_path(monkeypatch):
     statuses, finalize = [], fast_path.finalize
 
-    def finalized(services, exchange, phase):
+    def finalized(services, exchange, *how):
         statuses.append(exchange.status)
-        finalize(services, exchange, phase)
+        finalize(services, exchange, *how)
 
     monkeypatch.setattr(fast_path, "finalize", finalized)
     async with (

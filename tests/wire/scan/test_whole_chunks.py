@@ -22,7 +22,7 @@ CHUNKS = st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=3).ma
 
 
 class Callbacks:
-    whole = False
+    is_complete = False
 
     def on_message_complete(self):
         self.is_complete = True
