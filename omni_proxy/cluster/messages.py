@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from omni_proxy.cluster.proxy_figures import ProxyFigures
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 
 # A number that the store or a member increases by one. Higher ones are invalid: the store can't
 # increase them, and every later one would be taken for an older one.

@@ -26,7 +26,7 @@ from omni_proxy.config.state import (
     render_state,
 )
 from omni_proxy.config.url import normalize_url
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 
 Value = TypeVar("Value")
 

@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from omni_proxy.cluster.operation_lease import READ_MEMBERS
 from omni_proxy.cluster_member.store_connection import Command, RedisConnection, StoreError
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 
 _log = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from omni_proxy.cluster.messages import Ordinal
 from omni_proxy.fleet.cordon_reasons import CHANGING_CORDONS, ROLLOUT_BATCH, UPDATING
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.shared.decoding import MALFORMED
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 from omni_proxy.weight_sync.protocol.published_version import Epoch, PublishedVersion
 from omni_proxy.weight_sync.state_journal import StateJournal
-from omni_proxy.wire.bounded_json import MALFORMED
 
 
 class WeightState(Struct, frozen=True, kw_only=True):

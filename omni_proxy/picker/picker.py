@@ -52,7 +52,8 @@ from omni_proxy.routing.routes import (
     match_route,
 )
 from omni_proxy.routing.weighted_split import AliasRequirement
-from omni_proxy.wire.bounded_json import MALFORMED, TooManyValues
+from omni_proxy.shared.decoding import MALFORMED
+from omni_proxy.wire.bounded_json import TooManyValues
 from omni_proxy.wire.errors import HttpError, bad_request
 from omni_proxy.wire.request import RequestHead, parse_request_head
 

@@ -25,7 +25,7 @@ from omni_proxy.fleet.worker import ReportedRole, Worker
 from omni_proxy.launch.child_process import ReplicaRecord
 from omni_proxy.multiprocess.shared_memory.sessions import SharedRows
 from omni_proxy.picker.reservations import ReservationRecord
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 
 FORMATS: Final = (1, 3)  # formats that this program reads and writes
 WITH_TREES: Final = 3

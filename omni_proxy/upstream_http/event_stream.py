@@ -12,7 +12,8 @@ from typing import Final
 
 import msgspec
 
-from omni_proxy.wire.bounded_json import MALFORMED, MAX_INTEGER
+from omni_proxy.shared.decoding import MALFORMED
+from omni_proxy.wire.bounded_json import MAX_INTEGER
 
 DONE: Final = b"[DONE]"
 MAX_EVENT_BYTES: Final = 16 * 1024 * 1024

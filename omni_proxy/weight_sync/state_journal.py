@@ -27,6 +27,7 @@ from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.shared.decoding import MALFORMED
 from omni_proxy.system.files import remove_stale_temporaries, write_atomically
 from omni_proxy.weight_sync.protocol.journal import (
     Journal,
@@ -43,7 +44,6 @@ from omni_proxy.weight_sync.protocol.published_version import (
     TargetVersion,
 )
 from omni_proxy.weight_sync.protocol.rollout_state_machine import RolloutState
-from omni_proxy.wire.bounded_json import MALFORMED
 
 
 def folder_for(state_file: Path | None, config: Config, environ: Mapping[str, str]) -> Path:

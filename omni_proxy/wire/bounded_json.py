@@ -12,9 +12,6 @@ from typing import Final
 
 import msgspec
 
-# What decoding bytes of another program raises, JSON and MessagePack: too many levels, too, even of
-# fields that the type does not have.
-MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 MAX_INTEGER: Final = 2**53  # every JSON reader keeps integers up to this exactly
 MAX_VALUES: Final = 100_000
 SPARE_LEVELS: Final = 50  # recursion levels left for encoding the value inside other values

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 
 LOAD_NAME: Final = b"endpoint-load-metrics"
 LOAD_FORMAT_NAME: Final = b"endpoint-load-metrics-format"

@@ -46,8 +46,8 @@ ANY_HOST: Final = frozenset(
         "/v1/models/<path:model>", "/dashboard",
     )
 )  # fmt: skip
-# Sent by model clients: served under any Host.
-ANY_HOST_POST: Final = frozenset(("/finish_session",))
+# Sent by model clients: served under any Host, and without the admin key.
+MODEL_CLIENT_POSTS: Final = frozenset(("/finish_session",))
 SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
 
 
@@ -107,7 +107,7 @@ class Caller:
     def _open_to_any_host(self) -> bool:
         if self._rule == "/metrics":
             return self.config.admin.open_metrics
-        if self._rule in ANY_HOST_POST:
+        if self._rule in MODEL_CLIENT_POSTS:
             return True
         return self._rule in ANY_HOST and self.request.method in SAFE_METHODS
 

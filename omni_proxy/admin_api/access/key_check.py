@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from quart import Request, g, request
 
-from omni_proxy.admin_api.access.browser_checks import SAFE_METHODS, Caller
+from omni_proxy.admin_api.access.browser_checks import MODEL_CLIENT_POSTS, SAFE_METHODS, Caller
 from omni_proxy.admin_api.access.roles import ALL, reads_only, roles_for
 from omni_proxy.admin_ops.routes import control_route
 from omni_proxy.config.schema import AdminConfig, AdminKey, AdminRole, Config
@@ -38,14 +38,13 @@ OPEN_PATHS = frozenset(
     )
 )  # fmt: skip
 OPEN_BELOW = ("/workers/", "/v1/models/")
-OPEN_POSTS = frozenset(("/finish_session",))  # used by clients of models, without the admin key
 PICKS = ("/select", "/reservations/")  # called as often as model routes
 ON_BOTH = "/metrics"
 
 
 def needs_key(method: str, path: str, admin: AdminConfig) -> bool:
     if method not in SAFE_METHODS:
-        return path not in OPEN_POSTS
+        return path not in MODEL_CLIENT_POSTS
     if path == "/metrics":
         return not admin.open_metrics
     return path not in OPEN_PATHS and not path.startswith(OPEN_BELOW)

@@ -8,13 +8,14 @@ After an upgrade the new program answers, also on connections to the old one.
 from __future__ import annotations
 
 from typing import Final
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import httpx
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.responses import body_bytes, json_response
 from omni_proxy.admin_api.services import PickerView, WorkerChoice
+from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.picker.picker import read_selection
 from omni_proxy.wire.errors import HttpError
@@ -94,8 +95,8 @@ def choice_record(choice: WorkerChoice) -> dict[str, object]:
 
 def endpoint_of(url: str) -> str:
     """`host:port`, with the scheme's default port if there is none; of `unix:PATH` the path."""
-    if url.startswith("unix:"):
-        return url.removeprefix("unix:")
-    parts = urlsplit(url)
-    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
+    address = dial_address(url)
+    if isinstance(address, str):
+        return address
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

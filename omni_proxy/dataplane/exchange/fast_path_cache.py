@@ -31,7 +31,7 @@ from omni_proxy.routing.routes import (
     match_configured,
     match_route,
 )
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.head_caching.lru import LruCache
 from omni_proxy.wire.head_caching.request_heads import TEMPLATES

@@ -18,8 +18,8 @@ from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, Readable, pause
 from omni_proxy.dataplane.upstream.pool import ResponseStart
+from omni_proxy.shared.decoding import MALFORMED
 from omni_proxy.wire.aborted_reply import AbortedReply
-from omni_proxy.wire.bounded_json import MALFORMED
 from omni_proxy.wire.chunked import LAST_CHUNK, encode_chunk
 from omni_proxy.wire.errors import HttpError, error_body
 from omni_proxy.wire.forwarded import field_value

@@ -25,7 +25,7 @@ from omni_proxy.config.fields import Role
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.prefix_tree import ROOT, PrefixTree, TreeColumns
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 
 _log = logging.getLogger(__name__)
 

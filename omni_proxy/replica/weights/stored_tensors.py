@@ -25,26 +25,12 @@ from omni_proxy.replica.weights.live_tensors import (
     WeightsError,
     short_repr,
 )
+from omni_proxy.shared.decoding import MALFORMED
+from omni_proxy.shared.safetensors_format import MAX_HEADER_BYTES, TORCH_DTYPES
 
-STORED_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-# Exceptions of the decoder for invalid input.
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+STORED_DTYPES = {stored: getattr(torch, name) for stored, name in TORCH_DTYPES.items()}
 MAX_DIMENSIONS = 16
 MAX_SIZE = 2**48
-MAX_HEADER_BYTES = 100_000_000
 PICKLE = b"\x80"
 ZIP = b"PK\x03\x04"  # torch.save writes pickles in ZIP files
 
@@ -132,7 +118,7 @@ class StoredTensors:
             entries = {
                 name: msgspec.json.decode(part, type=HeaderEntry) for name, part in parts.items()
             }
-        except NOT_JSON as error:
+        except MALFORMED as error:
             raise self._fault(f"has a broken safetensors header: {error}") from None
         for name, entry in entries.items():
             shape_of(entry.shape, f"{self.title}: {name}")

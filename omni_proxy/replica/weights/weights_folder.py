@@ -30,9 +30,9 @@ from omni_proxy.replica.weights.safetensors_loader import (
     ReadBufferPool,
     SafetensorsLoader,
 )
-from omni_proxy.replica.weights.stored_tensors import NOT_JSON
+from omni_proxy.shared.decoding import MALFORMED
+from omni_proxy.shared.safetensors_format import INDEX_FILE
 
-INDEX = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 * 2**20
 FORMATS = (None, "auto", "safetensors")
 
@@ -142,7 +142,7 @@ class WeightsFolder:
             raise WeightsError(
                 f"{short_repr(str(place))} does not exist, or is neither a file nor a folder"
             )
-        index = self._file(place, INDEX) if (place / INDEX).exists() else None
+        index = self._file(place, INDEX_FILE) if (place / INDEX_FILE).exists() else None
         if index is not None:
             return self._mapped(place, _weight_map(index))
         found = sorted(place.glob("*.safetensors"))
@@ -186,5 +186,5 @@ def _weight_map(index: Path) -> dict[str, str]:
         if len(text) > MAX_INDEX_BYTES:
             raise WeightsError(f"{index} is longer than {MAX_INDEX_BYTES} bytes")
         return msgspec.json.decode(text, type=CheckpointIndex).weight_map
-    except NOT_JSON as error:
+    except MALFORMED as error:
         raise WeightsError(f"{index} is not an index of safetensors files: {error}") from None

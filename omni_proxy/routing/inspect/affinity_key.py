@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from omni_proxy.config.schema import Config
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 
 MAX_KEY_BYTES: Final = 256  # longer values are hashed, so that huge cookies take no memory
 MAX_BODY_BYTES: Final = 8 * 1024 * 1024  # parsing more would delay all other requests

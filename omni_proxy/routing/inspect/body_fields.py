@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 from omni_proxy.wire.errors import HttpError
 
 ABSENT: Final = msgspec.Raw()

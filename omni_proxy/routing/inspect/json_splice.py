@@ -22,7 +22,7 @@ from omni_proxy.routing.inspect.large_json import (
     key_text,
     walk_members,
 )
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 from omni_proxy.wire.errors import HttpError, bad_request
 
 # The JSON text of the new value; None to remove the key; a mapping of edits within a nested object,

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from omni_proxy.routing.inspect.body_fields import ABSENT, BodyFields, is_given, starts_with
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 
 _decode_object: Callable[[msgspec.Raw], dict[str, msgspec.Raw]] = msgspec.json.Decoder(
     dict[str, msgspec.Raw]

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from omni_proxy.routing.inspect.body_fields import invalid_json
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 from omni_proxy.wire.errors import HttpError
 
 LARGE_BYTES = 1024 * 1024

@@ -27,7 +27,7 @@ from omni_proxy.routing.inspect.body_fields import (
     starts_with,
 )
 from omni_proxy.routing.inspect.keyed_text import KeyedBodyFields
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 
 LIMIT = 64 * 1024  # bytes; later text hardly changes where a prefix is cached
 MAX_NAME_CHARS = 32

@@ -47,7 +47,7 @@ from omni_proxy.routing.routes import (
 )
 from omni_proxy.routing.version_constraint import VersionConstraint, parse_version_constraint
 from omni_proxy.routing.weighted_split import AliasRequirement
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 from omni_proxy.wire.errors import HttpError, bad_request
 from omni_proxy.wire.header_fields import HINT_PREFIX
 

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 
 MAX_BLOCK_SIZE: Final = 65536  # tokens
 MAX_TOKEN: Final = (1 << 32) - 1

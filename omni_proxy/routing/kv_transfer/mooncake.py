@@ -18,7 +18,7 @@ from omni_proxy.routing.inspect.json_splice import Edits, JsonText
 from omni_proxy.routing.kv_transfer import nixl
 from omni_proxy.routing.kv_transfer.sglang import bootstrap_host
 from omni_proxy.routing.policies.policy import RandomBelow
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 
 QUERY: Final = "/query"
 MAX_ENGINES: Final = 4096  # whose ids are kept

@@ -15,7 +15,7 @@ import msgspec
 
 from omni_proxy.routing.inspect.body_fields import ABSENT
 from omni_proxy.routing.inspect.json_splice import Edits, JsonText
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 from omni_proxy.wire.errors import HttpError
 
 PARAMS: Final = "kv_transfer_params"

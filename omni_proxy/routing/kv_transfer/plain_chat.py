@@ -26,7 +26,7 @@ from omni_proxy.routing.kv_transfer.sglang import (
     port_text,
 )
 from omni_proxy.routing.policies.policy import RandomBelow
-from omni_proxy.wire.bounded_json import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED
 
 _FIRST: Final = b'{"'  # no blank, byte-order mark or other encoding, and at least one member
 _ONE: Final = b"1"

@@ -18,8 +18,8 @@ import json
 import msgspec
 from msgspec import Struct, field
 
+from omni_proxy.shared.decoding import MALFORMED
 from omni_proxy.weight_sync.protocol.rollout_state_machine import RolloutState, WorkerPhase
-from omni_proxy.wire.bounded_json import MALFORMED
 
 FORMAT = 1
 # In these steps of a sync no member has new weights yet.

@@ -19,8 +19,8 @@ import msgspec
 
 from omni_proxy.process_group.rendezvous import NCCL, Rendezvous, validated_address
 from omni_proxy.process_group.tensor_plan import ITEM_BYTES, GroupError, parse_plans
+from omni_proxy.shared.decoding import MALFORMED
 from omni_proxy.weight_sync.protocol.rank_layout import RankRange
-from omni_proxy.wire.bounded_json import MALFORMED
 
 GROUP_NAME: Final = "weight_update_group"
 LARGE_BYTES: Final = 256 * 1024  # parsing more than this would block the event loop for too long

@@ -15,9 +15,9 @@ from typing import Final
 from msgspec.structs import replace
 
 from omni_proxy.process_group.tensor_plan import TensorSpec
+from omni_proxy.shared.safetensors_format import INDEX_FILE
 from omni_proxy.weight_sync.store.filesystem import allocate
 from omni_proxy.weight_sync.store.manifest import (
-    INDEX_FILE,
     MANIFEST_FILE,
     HeaderRow,
     Manifest,

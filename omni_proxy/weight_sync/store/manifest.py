@@ -22,27 +22,12 @@ from msgspec import Struct
 
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.process_group.tensor_plan import ITEM_BYTES, TensorSpec
+from omni_proxy.shared.decoding import MALFORMED
+from omni_proxy.shared.safetensors_format import MAX_HEADER_BYTES, TORCH_DTYPES
 from omni_proxy.weight_sync.checksum import roll_up
-from omni_proxy.wire.bounded_json import MALFORMED
 
-# Keys are torch's names without "torch.", values the names in safetensors.
-STORED_DTYPES: Final = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
-_TORCH_DTYPES: Final = {stored: name for name, stored in STORED_DTYPES.items()}
+STORED_DTYPES: Final = {name: stored for stored, name in TORCH_DTYPES.items()}
 LENGTH: Final = struct.Struct("<Q")
-MAX_HEADER_BYTES: Final = 100_000_000  # limit of the format, which readers enforce
 _ALIGNMENT_BYTES: Final = 64
 # Other loaders refuse a file without the framework of its tensor layout.
 _METADATA: Final = {"format": "pt"}
@@ -106,7 +91,7 @@ def parse_header(file: str, header: bytes) -> dict[str, HeaderRow]:
         raise SafetensorsError(f"{file} has a broken safetensors header: {error}") from None
     start, expected, rows = LENGTH.size + len(header), 0, {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        dtype = _TORCH_DTYPES.get(entry.dtype, "")
+        dtype = TORCH_DTYPES.get(entry.dtype, "")
         begin, end = entry.data_offsets
         if not dtype or begin != expected or end - begin != prod(entry.shape) * ITEM_BYTES[dtype]:
             raise SafetensorsError(f"{file} has a broken safetensors header at tensor {name!r}")
@@ -126,7 +111,6 @@ def encode_index(rows: Mapping[str, HeaderRow]) -> bytes:
 
 FORMAT: Final = 1
 MANIFEST_FILE: Final = "record.json"
-INDEX_FILE: Final = "model.safetensors.index.json"
 
 
 class Manifest(Struct, frozen=True, kw_only=True):

@@ -28,11 +28,11 @@ from msgspec.structs import replace
 
 from omni_proxy.process_group.broadcast.tensor_hashing import start_tensor_digest
 from omni_proxy.process_group.tensor_plan import TensorSpec
+from omni_proxy.shared.safetensors_format import MAX_HEADER_BYTES
 from omni_proxy.weight_sync.store import filesystem
 from omni_proxy.weight_sync.store.manifest import (
     LENGTH,
     MANIFEST_FILE,
-    MAX_HEADER_BYTES,
     HeaderRow,
     Manifest,
     SafetensorsError,

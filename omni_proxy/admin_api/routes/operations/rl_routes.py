@@ -12,6 +12,7 @@ from urllib.parse import quote
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.access.caller_name import caller
+from omni_proxy.admin_api.access.roles import ANY_METHOD
 from omni_proxy.admin_api.fleet_changes import lookup_worker
 from omni_proxy.admin_api.forwarded_request import target_of, worker_headers
 from omni_proxy.admin_api.responses import body_bytes, json_response
@@ -28,7 +29,6 @@ from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.errors import HttpError
 
 PROTOCOL_VERSION = 1
-METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 CAPABILITIES = {
     "source": "static",
     "pause_modes": ["abort", "retract", "in_place"],
@@ -59,8 +59,8 @@ class RlRoutes:
         rule("/v1/rl/workers", "rl_workers", self.all)
         rule("/v1/rl/workers/<path:name>", "rl_worker", self.one)
         engine_rule = "/v1/rl/workers/<path:name>/engine/<path:path>"
-        rule(engine_rule, "rl_worker_engine", self.engine_of_one, methods=list(METHODS))
-        rule("/v1/rl/engine/<path:path>", "rl_engine", self.engine, methods=list(METHODS))
+        rule(engine_rule, "rl_worker_engine", self.engine_of_one, methods=list(ANY_METHOD))
+        rule("/v1/rl/engine/<path:path>", "rl_engine", self.engine, methods=list(ANY_METHOD))
 
     async def all(self) -> Response:
         workers = self._fleet.workers

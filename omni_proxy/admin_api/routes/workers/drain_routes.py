@@ -16,6 +16,7 @@ from omni_proxy.admin_api.fleet_changes import change_state, find_worker
 from omni_proxy.admin_api.responses import etag, json_object, json_response
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import WorkerServices
+from omni_proxy.config.fields import MAX_SECS
 from omni_proxy.config.overlay import (
     DisabledBy,
     SavedState,
@@ -29,7 +30,6 @@ from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import DRAINED, DRAINING, WorkerDrain
 from omni_proxy.wire.errors import HttpError, bad_request
 
-MAX_SECS = 1_000_000_000
 SWITCH = {"true": True, "1": True, "yes": True, "": False, "false": False, "0": False, "no": False}
 
 

@@ -21,6 +21,7 @@ from msgspec import inspect
 from quart import request
 
 from omni_proxy.replica.api.common.errors import InvalidBody
+from omni_proxy.shared.decoding import MALFORMED
 
 Loc: TypeAlias = tuple[str | int, ...]
 Problems: TypeAlias = list[dict[str, Any]]
@@ -261,7 +262,7 @@ async def json_body() -> Any:
         return MISSING
     try:
         return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except MALFORMED:
         raise InvalidBody([_not_json(data)]) from None
 
 
