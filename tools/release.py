@@ -16,6 +16,7 @@ import gzip
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,7 @@ PARTS: Final = (
 IGNORED: Final = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", "_native", ".*")
 NEVER_REMOVED: Final = ("pip", "setuptools")
 START_SECS: Final = 60
+LISTENS: Final = re.compile(r"listener_opened url=(http:[^\s\"]+)")
 
 
 def copy(folder: Path) -> None:
@@ -117,8 +119,8 @@ def _serve(program: Path, env: Path) -> None:
         seen = []
         for line in process.stderr:
             seen.append(line)
-            if "listening" in line and "http://" in line:
-                url = "http://" + line.partition("http://")[2].split()[0].rstrip("/")
+            if (found := LISTENS.search(line)) is not None:
+                url = found[1].rstrip("/")
                 break
         else:
             raise AssertionError("it did not start: " + "".join(seen))
