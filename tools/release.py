@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -117,6 +118,8 @@ def _serve(program: Path, env: Path) -> None:
     ) as process:
         assert process.stderr is not None
         seen = []
+        too_late = threading.Timer(START_SECS, process.kill)  # ends the loop
+        too_late.start()
         for line in process.stderr:
             seen.append(line)
             if (found := LISTENS.search(line)) is not None:
@@ -124,6 +127,7 @@ def _serve(program: Path, env: Path) -> None:
                 break
         else:
             raise AssertionError("it did not start: " + "".join(seen))
+        too_late.cancel()
         for path in ("/live", "/dashboard", "/openapi.json"):
             with urllib.request.urlopen(url + path, timeout=START_SECS) as response:
                 assert response.status == 200, f"{path}: {response.status}"

