@@ -27,11 +27,11 @@ from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
 from omni_proxy.routing.inspect.affinity_key import session_key
 from omni_proxy.routing.inspect.keyed_text import keyed_fields
+from omni_proxy.routing.inspect.large_body import check_large_body
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, walk_large_json
 from omni_proxy.routing.inspect.model_field import walk_model_spans
 from omni_proxy.routing.inspect.requirements import (
     Requirements,
-    check_large_body,
     has_json_body,
     inspect_request,
     requirements_of_large_json,

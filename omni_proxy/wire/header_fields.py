@@ -21,6 +21,7 @@ HOP_BY_HOP: Final = (
 
 # Routing hints of clients: field name to key in `RequestHead.hints`.
 HINT_PREFIX: Final = b"x-sglang-omni-route-"
+HINT_PREFIX_TEXT: Final = HINT_PREFIX.decode()  # for messages
 VERSION_NAME: Final = b"x-omni-weight-version"  # also in responses
 MIN_EPOCH_NAME: Final = b"x-omni-min-weight-epoch"
 VERSION_HINT: Final = b"weight-version"

@@ -23,11 +23,11 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.disaggregation.explanation import explain_placement
 from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.inspect.keyed_text import keyed_fields
+from omni_proxy.routing.inspect.large_body import check_large_body
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, LargeJsonFields, walk_large_json
 from omni_proxy.routing.inspect.requirements import (
     RequestFacts,
     Requirements,
-    check_large_body,
     has_json_body,
     inspect_request,
     requirements_of_large_json,

@@ -40,14 +40,13 @@ from omni_proxy.dataplane.upstream.attempt import AttemptFailed, SentRequest, ru
 from omni_proxy.dataplane.upstream.outgoing_body import find_spans
 from omni_proxy.dataplane.upstream.retry import RetryState, report_end
 from omni_proxy.dataplane.websocket import relay as websocket_relay
+from omni_proxy.routing.inspect.large_body import check_large_body, requirements_of_beginning
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES, ONE_PASS_BYTES, walk_large_json
 from omni_proxy.routing.inspect.model_field import walk_model_spans
 from omni_proxy.routing.inspect.requirements import (
     Requirements,
-    check_large_body,
     has_json_body,
     inspect_request,
-    requirements_of_beginning,
     requirements_of_large_json,
 )
 from omni_proxy.routing.model_aliases import name_adapter

@@ -35,16 +35,8 @@ class RequestBody:
     """
 
     __slots__ = (
-        "_exchange",
-        "_held",
-        "_io",
-        "_left",
-        "_out",
-        "_read_bytes",
-        "_reader",
-        "held_bytes",
-        "is_complete",
-        "was_streamed",
+        "_exchange", "_held", "_io", "_left", "_out", "_read_bytes", "_reader", "held_bytes",
+        "is_complete", "was_streamed",
     )  # fmt: skip
 
     def __init__(self, io: ExchangeIO, exchange: Exchange, head: RequestHead, limit: int) -> None:

@@ -1,9 +1,7 @@
 """The requirements of a request on a worker, from its body and hint headers (omni-router.md 7).
 
-Also the requirements of a large body from its first bytes. Invariant: the same body and hints give
-the same `Requirements`; the body is decoded only for reading and forwarded byte for byte. A body
-that is not JSON where JSON is required is refused. `requirements_of_beginning` returns the same
-requirements as for the whole body, or None.
+Invariant: the same body and hints give the same `Requirements`; the body is decoded only for
+reading and forwarded byte for byte. A body that is not JSON where JSON is required is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import CAPABILITY_BITS, capability_mask, capability_names
 from omni_proxy.routing.cache_prediction import CachePrediction
 from omni_proxy.routing.inspect.body_fields import (
@@ -48,10 +45,9 @@ from omni_proxy.routing.routes import (
 from omni_proxy.routing.version_constraint import VersionConstraint, parse_version_constraint
 from omni_proxy.routing.weighted_split import AliasRequirement
 from omni_proxy.shared.decoding import MALFORMED
-from omni_proxy.wire.errors import HttpError, bad_request
-from omni_proxy.wire.header_fields import HINT_PREFIX
+from omni_proxy.wire.errors import bad_request
+from omni_proxy.wire.header_fields import HINT_PREFIX_TEXT
 
-_PREFIX: Final = HINT_PREFIX.decode()
 STREAMING, IMAGE, AUDIO, VIDEO, AUDIO_OUT = (
     CAPABILITY_BITS[name]
     for name in ("streaming", "image_input", "audio_input", "video_input", "audio_output")
@@ -203,7 +199,7 @@ def inspect_request(route: Route, body: bytes, facts: HeadFacts) -> Requirements
     if route.pinning is NAMED:
         worker_id = facts.hints.get(b"worker", b"")
         if not worker_id:
-            raise bad_request(f"{_PREFIX}worker is required for speech outcome lookups")
+            raise bad_request(f"{HINT_PREFIX_TEXT}worker is required for speech outcome lookups")
         requirements.named_worker = worker_id.decode("latin-1")
     complete = route.body_kind is FORM and _read_form(body, facts.content_type, requirements)
     if facts.hints:
@@ -223,7 +219,7 @@ def requirements_of_hints(route: Route, facts: HeadFacts, model: str | None = No
         requirements.mask |= AUDIO  # as for any large speech body
     _apply_hints(requirements, facts.hints, source=None)
     if model is not None and requirements.model != model:
-        raise bad_request(f"{_PREFIX}model conflicts with the multipart form model")
+        raise bad_request(f"{HINT_PREFIX_TEXT}model conflicts with the multipart form model")
     return requirements
 
 
@@ -414,23 +410,23 @@ def _apply_hints(
     if b"model" in hints:
         model = hints[b"model"].decode("latin-1").strip()
         if not model:
-            raise bad_request(f"{_PREFIX}model must not be empty")
+            raise bad_request(f"{HINT_PREFIX_TEXT}model must not be empty")
         if source and requirements.model is not None and requirements.model != model:
-            raise bad_request(f"{_PREFIX}model conflicts with {_the(source)} model")
+            raise bad_request(f"{HINT_PREFIX_TEXT}model conflicts with {_the(source)} model")
         requirements.model = model
     if b"stream" in hints:
         stream_hint = hints[b"stream"].strip().lower()
         if stream_hint not in (b"true", b"false"):
-            raise bad_request(f"{_PREFIX}stream must be true or false")
+            raise bad_request(f"{HINT_PREFIX_TEXT}stream must be true or false")
         if source and (stream_hint == b"true") != requirements.stream:
-            raise bad_request(f"{_PREFIX}stream conflicts with {_the(source)} stream")
+            raise bad_request(f"{HINT_PREFIX_TEXT}stream conflicts with {_the(source)} stream")
         requirements.stream = stream_hint == b"true"
         requirements.mask |= STREAMING if requirements.stream else 0
     if b"capabilities" in hints:
         mask = _hinted_mask(hints[b"capabilities"].decode("latin-1"))
         read_whole = source == "JSON body" and not requirements.large_body_class
         if read_whole and mask & ~requirements.mask:
-            raise bad_request(f"{_PREFIX}capabilities conflicts with JSON body")
+            raise bad_request(f"{HINT_PREFIX_TEXT}capabilities conflicts with JSON body")
         requirements.mask |= mask
 
 
@@ -441,64 +437,10 @@ def _the(source: str) -> str:
 def _hinted_mask(text: str) -> int:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise bad_request(f"{_PREFIX}capabilities must not be empty")
+        raise bad_request(f"{HINT_PREFIX_TEXT}capabilities must not be empty")
     for name in names:
         if name not in CAPABILITY_BITS:
-            raise bad_request(f"{_PREFIX}capabilities contains unsupported capability {name!r}")
+            raise bad_request(
+                f"{HINT_PREFIX_TEXT}capabilities contains unsupported capability {name!r}"
+            )
     return capability_mask(names)
-
-
-def check_large_body(fleet: Fleet, requirements: Requirements) -> None:
-    """Check that the unread fields of a large body don't matter for the choice of a worker, or are
-    given as hints. Raises HttpError 400."""
-    given_hints = requirements.given_hints
-    candidates = fleet.candidates(None, requirements.mask)
-    # Items of a batch may name other models than the batch.
-    batch = requirements.large_body_class == "speech_batch"
-    mixed = len({worker.model for worker in candidates}) > 1
-    if mixed and b"model" not in given_hints and (batch or requirements.model is None):
-        kind = "large speech batch requests" if batch else "large JSON requests"
-        message = f"{kind} across mixed-model workers require {_PREFIX}model"
-        raise HttpError(400, message, "model_hint_required")
-    if b"capabilities" in given_hints or not candidates:
-        return
-    widest = max((worker.mask for worker in candidates), key=int.bit_count)
-    if any(worker.mask & ~widest for worker in candidates):
-        message = (
-            f"large JSON requests across mixed-capability workers require {_PREFIX}capabilities"
-        )
-        raise HttpError(400, message, "capabilities_hint_required")
-    if any(worker.mask != widest for worker in candidates):
-        requirements.mask |= widest
-
-
-# A large body can be streamed if head and first bytes are sufficient for all requirements.
-# Otherwise the whole body is read first.
-
-_ENOUGH_FOR_JSON: Final = frozenset((b"model", b"capabilities"))
-
-
-def requirements_of_beginning(
-    fleet: Fleet, route: Route, beginning: bytes, facts: HeadFacts
-) -> Requirements | None:
-    """None if the whole body is needed. Raises HttpError 400 for an invalid hint."""
-    if has_json_body(route, facts):
-        if fleet.has_ranks:  # the body may name a rank, or needs an added key for one
-            return None
-        enough = facts.hints.keys() >= _ENOUGH_FOR_JSON
-        return requirements_of_hints(route, facts) if enough else None
-    if route.body_kind is not FORM:
-        return inspect_request(route, b"", facts)
-    texts, hints = form_fields(beginning, facts.content_type), facts.hints
-    if fleet.has_named_models and "model" not in texts and b"model" not in hints:
-        return None
-    if "stream" in texts:
-        return inspect_request(route, beginning, facts)
-    if b"stream" in hints:
-        return requirements_of_hints(route, facts, texts.get("model") or None)
-    return inspect_request(route, beginning, facts) if _all_stream(fleet, route.mask) else None
-
-
-def _all_stream(fleet: Fleet, mask: int) -> bool:
-    """Whether the same workers are eligible if the rest of the form requests a stream."""
-    return len(fleet.candidates(None, mask)) == len(fleet.candidates(None, mask | STREAMING))

@@ -3,9 +3,10 @@ import json
 import pytest
 
 from omni_proxy.config.fields import CAPABILITIES
+from omni_proxy.routing.inspect.large_body import check_large_body
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES, PREFIX_BYTES
 from omni_proxy.routing.inspect.prefix_text import prefix_text
-from omni_proxy.routing.inspect.requirements import RequestFacts, check_large_body, inspect_request
+from omni_proxy.routing.inspect.requirements import RequestFacts, inspect_request
 from omni_proxy.routing.routes import match_route
 from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import entry, fleet_of

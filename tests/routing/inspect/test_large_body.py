@@ -2,10 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_proxy.routing.inspect.large_body import requirements_of_beginning
 from omni_proxy.routing.inspect.requirements import (
     RequestFacts,
     inspect_request,
-    requirements_of_beginning,
 )
 from omni_proxy.routing.routes import match_route
 from omni_proxy.wire.errors import HttpError
