@@ -176,15 +176,15 @@ def test_no_public_class_name_is_used_in_two_files():
 @pytest.mark.parametrize(
     ("term", "file"),
     [
-        ("retry", "dataplane/upstream/retry.py"),
-        ("response relay", "dataplane/exchange/response_relay.py"),
+        ("retry", "dataplane/attempt/retry.py"),
+        ("response relay", "dataplane/relay/response_relay.py"),
         ("config reloader", "runtime_config/reloader.py"),
         ("health prober", "health/prober.py"),
         ("outlier ejection", "fleet/outlier_ejection.py"),
         ("cache aware", "routing/policies/cache_aware.py"),
         ("admission queue", "dataplane/admission/queue.py"),
         ("access log", "dataplane/exchange/access_log.py"),
-        ("tls termination", "dataplane/accept/tls_termination.py"),
+        ("tls termination", "dataplane/downstream/tls_termination.py"),
         ("version store", "weight_sync/store/version_store.py"),
         ("protocol trainer group", "weight_sync/protocol/trainer_group.py"),
         ("shared memory counters", "multiprocess/shared_memory/worker_counters.py"),

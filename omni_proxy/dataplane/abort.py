@@ -16,7 +16,7 @@ import trio
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
 from omni_proxy.dataplane.engine_calls import abort_legs
 from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
+from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.wire.aborted_reply import AbortedRequest, aborted_reply
 from omni_proxy.wire.errors import HttpError

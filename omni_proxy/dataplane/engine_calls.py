@@ -13,13 +13,13 @@ from typing import Final
 
 import msgspec
 
+from omni_proxy.dataplane.attempt.attempt import AttemptFailed, run_attempt
+from omni_proxy.dataplane.attempt.side_task import SideTask, head_for, read_body
 from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.exchange_io import AttemptIO
+from omni_proxy.dataplane.exchange_io import AttemptIO
 from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.services import ExchangeServices
-from omni_proxy.dataplane.upstream.attempt import AttemptFailed, run_attempt
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
-from omni_proxy.dataplane.upstream.side_task import SideTask, head_for, read_body
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.kv_events.tokenized_texts import TokenizedTexts, TokenizeRequest
 from omni_proxy.routing.kv_transfer.mooncake import MAX_QUERY_BYTES, QUERY, read_engine_ids

@@ -15,10 +15,10 @@ from omni_proxy.api_keys.callers import KEY_FIELDS, Callers
 from omni_proxy.api_keys.key_table import KeyTable
 from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config
-from omni_proxy.dataplane.admission.token_usage import count_tokens
 from omni_proxy.dataplane.exchange.fast_path_cache import FastPathCache
+from omni_proxy.dataplane.exchange.request_trace import Tracing
+from omni_proxy.dataplane.exchange.token_usage import count_tokens
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
-from omni_proxy.dataplane.request_trace import Tracing
 from omni_proxy.routing.policies.cache_feedback import learns_from_answers
 from omni_proxy.routing.routes import configured_routes
 from omni_proxy.wire.cors import RATE_FIELDS, Cors

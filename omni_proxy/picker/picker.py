@@ -20,7 +20,7 @@ import trio
 from omni_proxy.dataplane.admission.caller_admission import begin as begin_call
 from omni_proxy.dataplane.admission.caller_admission import check_models_form, reserve
 from omni_proxy.dataplane.exchange.exchange import Exchange, id_from_body
-from omni_proxy.dataplane.exchange.exchange_io import finalize
+from omni_proxy.dataplane.finalize import finalize
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.dataplane.upstream.outgoing_body import find_spans
 from omni_proxy.fleet.dp_rank import DpRank

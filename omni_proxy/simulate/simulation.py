@@ -22,17 +22,18 @@ from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.admission.queue import Queue
 from omni_proxy.dataplane.admission.update_gate import UpdateGate, reasons_to_hold_sessions
+from omni_proxy.dataplane.attempt.attempt import AttemptFailed
+from omni_proxy.dataplane.attempt.retry import RetryState
 from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders
-from omni_proxy.dataplane.exchange.exchange_io import PUBLIC, ExchangeIO, finalize
+from omni_proxy.dataplane.exchange_io import PUBLIC, ExchangeIO
+from omni_proxy.dataplane.finalize import finalize
 from omni_proxy.dataplane.loop.io_task import IoTask
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
 from omni_proxy.dataplane.services import ExchangeServices, Totals
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.dataplane.upstream.acquire import Balancer, report_failure, report_success
-from omni_proxy.dataplane.upstream.attempt import AttemptFailed
 from omni_proxy.dataplane.upstream.pool import UpstreamPools
-from omni_proxy.dataplane.upstream.retry import RetryState
 from omni_proxy.fleet.engine_load import bounds_of
 from omni_proxy.fleet.health_state import Health, thresholds_of
 from omni_proxy.fleet.registry import Fleet
@@ -86,7 +87,7 @@ class _OpenConnection:
 
 
 class SimulatedExchange(ExchangeIO):
-    """One client's request: the steps of `dataplane.exchange.exchange_steps`, with modelled
+    """One client's request: the steps of `dataplane.drivers.exchange_steps`, with modelled
     engines."""
 
     __slots__ = ("_ended", "_first_at", "_refused", "broken", "number", "request", "simulation")

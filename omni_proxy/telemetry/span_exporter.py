@@ -23,8 +23,8 @@ import trio
 from omni_proxy import __version__
 from omni_proxy.admin_ops.operation import Operation
 from omni_proxy.admin_ops.results import AdminResponse
-from omni_proxy.dataplane.request_trace import parse_traceparent
-from omni_proxy.dataplane.span_records import Attribute, SpanRecord
+from omni_proxy.dataplane.exchange.request_trace import parse_traceparent
+from omni_proxy.dataplane.exchange.span_records import Attribute, SpanRecord
 
 if TYPE_CHECKING:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -47,7 +47,7 @@ READ_AND_FORWARDED: Final = (
 # All other fields are only validated for syntax.
 READ_FIELDS: Final = frozenset((*NOT_FORWARDED, *READ_AND_FORWARDED))
 
-# Fields that only the proxy may send to a client (`dataplane.exchange.response_relay`,
+# Fields that only the proxy may send to a client (`dataplane.relay.response_relay`,
 # `fleet.weight_version`): a worker could claim to be another one, or to have other weights.
 DIAGNOSTICS: Final = (
     b"x-sglang-omni-worker", b"x-sglang-omni-request-id", b"x-sglang-omni-route-attempt",

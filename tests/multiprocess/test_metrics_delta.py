@@ -2,7 +2,7 @@
 
 import msgspec
 
-from omni_proxy.dataplane.request_trace import RequestTrace
+from omni_proxy.dataplane.exchange.request_trace import RequestTrace
 from omni_proxy.fleet.worker import worker_state
 from omni_proxy.multiprocess.ipc import MetricsEvent
 from omni_proxy.multiprocess.metrics_delta import PHASES, MetricsDelta, merge_metrics

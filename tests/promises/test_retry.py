@@ -2,7 +2,7 @@ import pytest
 import trio
 import trio.testing
 
-from omni_proxy.dataplane.upstream import retry
+from omni_proxy.dataplane.attempt import retry
 from tests.promises.clients import CHAT, STREAMED, Truncated, post
 from tests.promises.dataplane_fixture import dataplane_and_client, run_dataplane
 from tests.promises.early_readers import HINTS

@@ -10,8 +10,8 @@ import pytest
 import trio
 
 from omni_proxy.config.parse import ConfigError
-from omni_proxy.dataplane.accept import tls_termination
-from omni_proxy.dataplane.exchange import fast_path
+from omni_proxy.dataplane.downstream import tls_termination
+from omni_proxy.dataplane.drivers import fast_path
 from tests.dataplane.loop_script import until
 from tests.promises.clients import CHAT, Truncated, client_of, post
 from tests.promises.dataplane_fixture import configured, run_dataplane

@@ -7,7 +7,7 @@ import trio
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from omni_proxy.cli import main
-from omni_proxy.dataplane.request_trace import parse_traceparent
+from omni_proxy.dataplane.exchange.request_trace import parse_traceparent
 from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
 from tests.promises.clients import post

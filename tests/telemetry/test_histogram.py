@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.dataplane.request_trace import RequestTrace
+from omni_proxy.dataplane.exchange.request_trace import RequestTrace
 from omni_proxy.telemetry.histogram import (
     COARSE,
     DURATION,

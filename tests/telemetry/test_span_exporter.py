@@ -1,7 +1,7 @@
 import msgspec
 from opentelemetry.sdk.trace.export import SpanExportResult
 
-from omni_proxy.dataplane.span_records import SpanRecord
+from omni_proxy.dataplane.exchange.span_records import SpanRecord
 from omni_proxy.telemetry.span_exporter import _Sender
 
 

@@ -87,7 +87,7 @@ def test_lone_surrogates_are_escaped():
         ("dataplane.loop.task", "ClientDisconnected", DownstreamError),
         ("wire.proxy_protocol", "ProxyHeaderError", DownstreamError),
         ("wire.response", "UpstreamProtocolError", UpstreamError),
-        ("dataplane.upstream.attempt", "AttemptFailed", UpstreamError),
+        ("dataplane.attempt.attempt", "AttemptFailed", UpstreamError),
     ],
 )
 def test_errors_are_classified_by_the_side_that_caused_them(module, name, base):

@@ -51,13 +51,14 @@ MODULES = (
     "omni_proxy.dataplane.loop.sockets",
     "omni_proxy.dataplane.loop.stream",
     "omni_proxy.dataplane.exchange.exchange",
-    "omni_proxy.dataplane.exchange.exchange_io",
-    "omni_proxy.dataplane.exchange.exchange_steps",
-    "omni_proxy.dataplane.exchange.fast_path",
+    "omni_proxy.dataplane.exchange_io",
+    "omni_proxy.dataplane.finalize",
+    "omni_proxy.dataplane.drivers.exchange_steps",
+    "omni_proxy.dataplane.drivers.fast_path",
     "omni_proxy.dataplane.exchange.fast_path_cache",
-    "omni_proxy.dataplane.exchange.response_relay",
+    "omni_proxy.dataplane.relay.response_relay",
     "omni_proxy.dataplane.upstream.acquire",
-    "omni_proxy.dataplane.upstream.attempt",
+    "omni_proxy.dataplane.attempt.attempt",
     "omni_proxy.dataplane.upstream.pool",
     "omni_proxy.dataplane.admission.inflight",
     "omni_proxy.dataplane.services",
@@ -90,7 +91,7 @@ MODULES = (
 )
 # A .pxd can't declare types of a generator's locals: in these modules annotations do.
 ANNOTATED = frozenset(
-    ("omni_proxy.dataplane.exchange.response_relay", "omni_proxy.routing.policies.least_request")
+    ("omni_proxy.dataplane.relay.response_relay", "omni_proxy.routing.policies.least_request")
 )
 _STRUCT = re.compile(r"class (\w+)\(msgspec\.Struct, gc=False\):")
 _SLOTTED = re.compile(r"(@dataclass\()(frozen=True)?(?:, )?slots=True\)\nclass (\w+)")

@@ -1,1 +1,1 @@
-"""Listeners: bound sockets, TLS certificates, the PROXY protocol, and TLS connections."""
+"""Listeners: their sockets, addresses and roles."""

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.accept.listener import Listener, open_socket
-from omni_proxy.dataplane.accept.tls_termination import Certificates
 from omni_proxy.dataplane.downstream.connection import Connection
-from omni_proxy.dataplane.exchange.exchange_io import ListenerRole
+from omni_proxy.dataplane.downstream.tls_termination import Certificates
+from omni_proxy.dataplane.exchange_io import ListenerRole
 from omni_proxy.dataplane.services import ExchangeServices
 
 _log = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
 """Applies the limits of a caller's key to an exchange: `begin` at its head, `reserve` once its body
-is known, `end` in `exchange_io.finalize`.
+is known, `end` in `finalize`.
 
 Invariant: `Exchange.caller` is set for a request with a key of `[[keys]]`. `reserved` is REFUSED
 until the exchange counts against the limits; each exchange that counts is ended exactly once.
@@ -16,13 +16,13 @@ import msgspec
 
 from omni_proxy.api_keys.caller import ApiCaller, Reason
 from omni_proxy.api_keys.callers import key_in, may_use, without_key_lines
-from omni_proxy.dataplane.admission.token_usage import (
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.token_usage import (
     BYTES_PER_TOKEN,
     estimate_prompt,
     max_tokens_in,
     tokens_of,
 )
-from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.inspect.body_fields import adapters_of_body

@@ -2,7 +2,7 @@
 
 Invariant: `in_flight` is never above `[server] max_inflight`, if that is set, and `held_bytes`
 grows only up to `[server] max_held_bytes`. An exchange is counted once: its share of the counts is
-in its `admitted` and `held_bytes`, which only this file writes; `exchange_io.finalize` has
+in its `admitted` and `held_bytes`, which only this file writes; `finalize` has
 both released.
 """
 

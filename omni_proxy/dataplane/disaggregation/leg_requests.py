@@ -10,10 +10,10 @@ from typing import Final
 
 import msgspec
 
+from omni_proxy.dataplane.attempt.attempt import RANK_FIELD
 from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
+from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.task import pause
-from omni_proxy.dataplane.upstream.attempt import RANK_FIELD
 from omni_proxy.dataplane.upstream.outgoing_body import parts_for_target
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.routing.inspect.json_splice import Edits, JsonText, object_at

@@ -7,19 +7,19 @@ for one of the transfer; the prefill leg reports its own. Source: features.md 2.
 
 from __future__ import annotations
 
-from omni_proxy.dataplane.disaggregation.prefill_leg import PairFailed
-from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
-from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
-from omni_proxy.dataplane.upstream.acquire import report_failure
-from omni_proxy.dataplane.upstream.attempt import STALE_CONNECTION
-from omni_proxy.dataplane.upstream.retry import (
+from omni_proxy.dataplane.attempt.attempt import STALE_CONNECTION
+from omni_proxy.dataplane.attempt.retry import (
     FailedStatuses,
     RetryPauses,
     allowed_attempts,
     may_retry,
     queue_for_retry,
 )
-from omni_proxy.dataplane.upstream.side_task import HeldResponse
+from omni_proxy.dataplane.attempt.side_task import HeldResponse
+from omni_proxy.dataplane.disaggregation.prefill_leg import PairFailed
+from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
+from omni_proxy.dataplane.exchange_io import ExchangeIO
+from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.fleet.worker import FAILED, Worker
 from omni_proxy.wire.errors import HttpError
 

@@ -14,14 +14,7 @@ from typing import Final, Literal, Protocol
 
 import msgspec
 
-from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
-from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
-from omni_proxy.dataplane.loop.event_loop import EventLoop, Steppable
-from omni_proxy.dataplane.loop.io_task import READ_BYTES
-from omni_proxy.dataplane.loop.stream import Stream
-from omni_proxy.dataplane.loop.task import PhaseTimeout
-from omni_proxy.dataplane.upstream.acquire import report_failure, report_success
-from omni_proxy.dataplane.upstream.attempt import (
+from omni_proxy.dataplane.attempt.attempt import (
     STALE_CONNECTION,
     AttemptFailed,
     SentRequest,
@@ -29,15 +22,22 @@ from omni_proxy.dataplane.upstream.attempt import (
     read_complete_response,
     run_attempt,
 )
-from omni_proxy.dataplane.upstream.pool import UpstreamPool
-from omni_proxy.dataplane.upstream.response_reports import learn_from, prediction_of_leg
-from omni_proxy.dataplane.upstream.retry import FailedStatuses
-from omni_proxy.dataplane.upstream.side_task import (
+from omni_proxy.dataplane.attempt.retry import FailedStatuses
+from omni_proxy.dataplane.attempt.side_task import (
     HeldResponse,
     SideTask,
     hold_response,
     read_body,
 )
+from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
+from omni_proxy.dataplane.exchange_io import ExchangeIO
+from omni_proxy.dataplane.loop.event_loop import EventLoop, Steppable
+from omni_proxy.dataplane.loop.io_task import READ_BYTES
+from omni_proxy.dataplane.loop.stream import Stream
+from omni_proxy.dataplane.loop.task import PhaseTimeout
+from omni_proxy.dataplane.upstream.acquire import report_failure, report_success
+from omni_proxy.dataplane.upstream.pool import UpstreamPool
+from omni_proxy.dataplane.upstream.response_reports import learn_from, prediction_of_leg
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
 from omni_proxy.routing.cache_prediction import CachePrediction
 from omni_proxy.routing.kv_transfer.transfer_errors import names_transfer

@@ -15,6 +15,20 @@ from functools import partial
 
 import msgspec
 
+from omni_proxy.dataplane.attempt.attempt import (
+    STALE_CONNECTION,
+    AttemptFailed,
+    SentRequest,
+    run_attempt,
+)
+from omni_proxy.dataplane.attempt.retry import report_end
+from omni_proxy.dataplane.attempt.side_task import (
+    AnswerCut,
+    hold_response,
+    read_body,
+    wait_for,
+    wait_for_read,
+)
 from omni_proxy.dataplane.disaggregation.leg_requests import (
     LegRequests,
     with_prefill_rank,
@@ -31,25 +45,11 @@ from omni_proxy.dataplane.disaggregation.prefill_leg import (
 )
 from omni_proxy.dataplane.engine_calls import EngineIdQuery, abort_at
 from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
-from omni_proxy.dataplane.exchange.exchange_io import Connections, ExchangeIO
-from omni_proxy.dataplane.exchange.response_relay import RewrittenResponse, relay
+from omni_proxy.dataplane.exchange_io import Connections, ExchangeIO
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.task import PhaseTimeout
-from omni_proxy.dataplane.upstream.attempt import (
-    STALE_CONNECTION,
-    AttemptFailed,
-    SentRequest,
-    run_attempt,
-)
+from omni_proxy.dataplane.relay.response_relay import RewrittenResponse, relay
 from omni_proxy.dataplane.upstream.pool import ResponseStart
-from omni_proxy.dataplane.upstream.retry import report_end
-from omni_proxy.dataplane.upstream.side_task import (
-    AnswerCut,
-    hold_response,
-    read_body,
-    wait_for,
-    wait_for_read,
-)
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.json_splice import Edits, JsonText

@@ -2,7 +2,7 @@
 
 Contract: this file owns the client's socket. Only this file decides whether the connection is kept,
 and every HttpError raised in an exchange becomes a local reply here. The steps of an exchange are
-in `exchange.exchange_steps`; while the coroutine waits for a head, `exchange.fast_path` may run
+in `drivers.exchange_steps`; while the coroutine waits for a head, `drivers.fast_path` may run
 whole exchanges instead. Must not depend on workers.
 """
 
@@ -15,16 +15,17 @@ from collections.abc import Coroutine
 from math import inf
 from typing import Any
 
-from omni_proxy.dataplane.accept.proxy_protocol import read_proxy_header
-from omni_proxy.dataplane.accept.tls_termination import accept_tls
-from omni_proxy.dataplane.disaggregation.fast_path_pair import fast_path_for
+from omni_proxy.dataplane.downstream.proxy_protocol import read_proxy_header
+from omni_proxy.dataplane.downstream.tls_termination import accept_tls
+from omni_proxy.dataplane.drivers.exchange_steps import respond
+from omni_proxy.dataplane.drivers.fast_path import FastPath
+from omni_proxy.dataplane.drivers.fast_path_pair import fast_path_for
 from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.exchange_io import PUBLIC, ExchangeIO, ListenerRole, finalize
-from omni_proxy.dataplane.exchange.exchange_steps import respond
-from omni_proxy.dataplane.exchange.fast_path import FastPath
-from omni_proxy.dataplane.exchange.local_reply import reply_with_error
+from omni_proxy.dataplane.exchange_io import PUBLIC, ExchangeIO, ListenerRole
+from omni_proxy.dataplane.finalize import finalize
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, pause
+from omni_proxy.dataplane.relay.local_reply import reply_with_error
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.system.tls_contexts import tls_error_text
 from omni_proxy.wire.errors import HttpError

@@ -1,1 +1,1 @@
-"""One request and its response: steps, fast path, body, response relay, access log."""
+"""The data of one request: the exchange, its trace, its access-log line, and cached requests."""

@@ -2,7 +2,7 @@
 observers, log sinks and metrics.
 
 Invariant: nothing here does I/O or reads a clock. The event loop (fast path) and the coroutine of
-the connection write the same object, one after the other; `exchange_io.finalize` reads it at the
+the connection write the same object, one after the other; `finalize` reads it at the
 end. An observer neither waits nor fails, and keeps no reference to an exchange.
 """
 
@@ -14,7 +14,7 @@ from typing import Final, Protocol
 import msgspec
 
 from omni_proxy.api_keys.caller import ApiCaller
-from omni_proxy.dataplane.request_trace import RequestTrace
+from omni_proxy.dataplane.exchange.request_trace import RequestTrace
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion
 from omni_proxy.fleet.worker import Worker

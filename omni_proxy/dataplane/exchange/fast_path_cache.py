@@ -13,7 +13,7 @@ import msgspec
 
 from omni_proxy.api_keys.caller import ApiCaller
 from omni_proxy.api_keys.callers import Callers, key_in, without_key_lines
-from omni_proxy.dataplane.request_trace import (
+from omni_proxy.dataplane.exchange.request_trace import (
     EVERY,
     Tracing,
     has_state_alone,

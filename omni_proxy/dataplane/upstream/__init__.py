@@ -1,1 +1,1 @@
-"""Upstream connections: pools, attempts, worker acquisition, retry."""
+"""Upstream connections and the choice of a worker: pools, acquisition, reports of engines."""

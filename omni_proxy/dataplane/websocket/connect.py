@@ -2,7 +2,7 @@
 
 Contract: no message of the session was sent to a worker whose attempt failed. Only failed
 connections and the statuses that count against a worker's health are reported, as for any other
-response (`dataplane/upstream/retry`). Source: omni-router.md 12, RFC 6455.
+response (`dataplane/attempt/retry`). Source: omni-router.md 12, RFC 6455.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Final
 
 from wsproto.utilities import generate_nonce
 
+from omni_proxy.dataplane.attempt.attempt import AttemptFailed, lines_for_rank
+from omni_proxy.dataplane.attempt.retry import RetryState
 from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
+from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.upstream.acquire import report_failure, report_success
-from omni_proxy.dataplane.upstream.attempt import AttemptFailed, lines_for_rank
 from omni_proxy.dataplane.upstream.pool import with_key
-from omni_proxy.dataplane.upstream.retry import RetryState
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead

@@ -21,11 +21,11 @@ from omni_proxy.dataplane.exchange.exchange import (
     add_forwarded,
     new_request_id,
 )
-from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
-from omni_proxy.dataplane.exchange.response_relay import rate_lines
+from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ANY_STREAM, ClientDisconnected, PhaseTimeout, pause
+from omni_proxy.dataplane.relay.response_relay import rate_lines
 from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.websocket.connect import connect_worker
 from omni_proxy.routing.inspect.model_field import session_spans, with_model

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.dataplane.both_drivers import flush_after_each_event, worker_sockets
 from tests.dataplane.disaggregation.pair_world import NAMES, PREFILL, response_with, world_of
-from tests.dataplane.exchange.test_fast_path_model import (
+from tests.dataplane.drivers.test_fast_path_model import (
     MEANWHILE,
     PLANS,
     REQUESTS,

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from omni_proxy.admin_api.routes.monitoring import metrics_routes
 from omni_proxy.admin_api.serializers.metrics_text import OPENMETRICS_TYPE, prefers_openmetrics
 from omni_proxy.config.schema import AdminConfig, RoutingConfig
-from omni_proxy.dataplane.request_trace import RequestTrace
+from omni_proxy.dataplane.exchange.request_trace import RequestTrace
 from omni_proxy.routing.policies import build_policy
 from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.metrics import RoutePhases, RouteSeries

@@ -1,0 +1,68 @@
+"""Routes with their own body keys, and the owners of stored responses.
+
+Contract: used only for routes with `text` or RESPONSE_OWNER. The id of a response is recorded
+before its bytes are sent to the client; chunks are relayed unchanged.
+"""
+
+from __future__ import annotations
+
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange_io import ExchangeIO
+from omni_proxy.dataplane.relay.response_relay import BodyFraming
+from omni_proxy.routing.inspect.keyed_text import keyed_fields
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.pinning import (
+    ResponseIdScanner,
+    ResponseOwners,
+    named_response,
+    pin_to_response_owner,
+)
+from omni_proxy.routing.routes import RESPONSE_OWNER
+
+
+def read_keys(io: ExchangeIO, exchange: Exchange, need: Requirements) -> None:
+    """Complete the requirements of an inspected request from the keys of its route."""
+    route, owners = exchange.route, io.services.balancer.response_owners
+    assert route is not None
+    body = b"" if need.large_body_class else exchange.body
+    if route.text and body:
+        need.body_fields = keyed_fields(body, route.text)
+    if route.pinning is RESPONSE_OWNER:
+        named = named_response(exchange.target.partition("?")[0], body)
+        pin_to_response_owner(need, named, owners, io.loop.now)
+        if route.text:  # the route that creates stored responses
+            io.watch = ResponseWatch(io, exchange, owners)
+
+
+class ResponseWatch:
+    """Reads the response id from the body that is relayed for `exchange`."""
+
+    __slots__ = ("_io", "_owners", "_scanner", "exchange")
+
+    def __init__(self, io: ExchangeIO, exchange: Exchange, owners: ResponseOwners) -> None:
+        self.exchange = exchange
+        self._io = io
+        self._owners = owners
+        self._scanner = ResponseIdScanner(self._note)
+
+    def begin(self, chunk: bytes, framing: BodyFraming | None) -> BodyFraming | None:
+        """Read the first chunk, which may be empty. Returns the framing for the following chunks,
+        which also reads them until the id is found."""
+        scanner = self._scanner
+        scanner.scan(chunk)
+        if scanner.done:
+            return framing
+        wrap = bytes if framing is None else framing.wrap
+
+        def read_and_wrap(piece: bytes) -> bytes:
+            scanner.scan(piece)
+            return wrap(piece)
+
+        last = bytes if framing is None else framing.last
+        delimits = framing is None or framing.self_delimiting
+        return BodyFraming(read_and_wrap, last, self_delimiting=delimits)
+
+    def _note(self, response_id: str) -> None:
+        worker = self.exchange.worker
+        if worker is not None and self.exchange.status < 400:
+            self._owners.keep(response_id, worker, self._io.loop.now)
