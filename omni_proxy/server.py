@@ -72,8 +72,8 @@ from omni_proxy.telemetry.span_exporter import encode_operation_span
 from omni_proxy.upgrade.control_socket import UpgradeService
 from omni_proxy.upgrade.incoming import Incoming, NoState, NotReady, take_state
 from omni_proxy.upgrade.program_parts import ProgramParts
-from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.weight_sync.state_journal import JournalFile, folder_for
+from omni_proxy.weight_sync.weight_operations import WeightOperations
 
 _log = logging.getLogger(__name__)
 

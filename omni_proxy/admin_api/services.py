@@ -32,7 +32,7 @@ from omni_proxy.routing.policies import Policy
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.telemetry.instruments import Instruments
-from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
+from omni_proxy.weight_sync.weight_operations import WeightOperations
 
 
 class DataPlaneView(Protocol):

@@ -61,7 +61,7 @@ from omni_proxy.health.prober import Prober
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.shared.backoff import Backoff
-from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
+from omni_proxy.weight_sync.weight_operations import WeightOperations
 from omni_proxy.weight_sync.worker_calls import read_labels
 
 _log = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from omni_proxy.cluster_member.weight_state import (
 )
 from omni_proxy.config.tables.cluster import ClusterConfig
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
+from omni_proxy.weight_sync.weight_operations import WeightOperations
 from omni_proxy.wire.errors import HttpError
 
 _log = logging.getLogger(__name__)

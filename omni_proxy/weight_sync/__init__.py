@@ -1,5 +1,6 @@
-"""Weight updates of many workers: operations, syncs with trainers, delivery, the store.
+"""Weight updates of many workers: operations, rollouts, syncs with trainers, delivery, the store.
 
-Layers, top to bottom: operations, sync, delivery, state and store, worker_calls, protocol.
+`weight_operations` is the entry point that the admin API calls. The layers below it, top to bottom:
+rollout; operations, sync; delivery; store, state_journal, worker_calls; protocol, checksum.
 Invariant: imports point down only, and `protocol` does no I/O.
 """

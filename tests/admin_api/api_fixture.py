@@ -36,8 +36,8 @@ from omni_proxy.runtime_config.membership_lock import MembershipLock
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.shared.watchdog import Watchdog
 from omni_proxy.telemetry.instruments import Instruments
-from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.weight_sync.state_journal import JournalFile
+from omni_proxy.weight_sync.weight_operations import WeightOperations
 from tests.idle import wait_until_idle
 
 NOW = datetime(2026, 11, 21, 5, 44, 28, tzinfo=UTC)

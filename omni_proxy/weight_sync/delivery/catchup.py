@@ -22,8 +22,7 @@ from omni_proxy.fleet.cordon_reasons import CATCHING_UP
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.delivery.deliver import DeliveryOptions, VersionDeliverer
-from omni_proxy.weight_sync.protocol.published_version import TargetVersion
-from omni_proxy.weight_sync.rollout.worker_update import (
+from omni_proxy.weight_sync.delivery.worker_update import (
     CannotUpdate,
     UpdateSettings,
     WeightSource,
@@ -33,6 +32,7 @@ from omni_proxy.weight_sync.rollout.worker_update import (
     read_digest,
     warm_up,
 )
+from omni_proxy.weight_sync.protocol.published_version import TargetVersion
 from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.service import StoreService

@@ -1,3 +1,1 @@
-"""Weight operations: queue, runner, rollback, version probes and status.
-
-`weight_operations` is the entry point that the admin API calls."""
+"""Parts of weight operations: the queue, the runner, rollback and version probes."""

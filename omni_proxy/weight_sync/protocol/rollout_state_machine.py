@@ -85,7 +85,7 @@ class FormerVersion(Struct, frozen=True, kw_only=True):
 
 
 class RolloutWorker(Struct, frozen=True, kw_only=True):
-    """A worker of a rollout. `dialect`: how its engine loads weights, see worker_update.py.
+    """A worker of a rollout. `dialect`: how its engine loads weights (`worker_update`).
 
     `former`: None if unknown; then the worker can't be restored. `served`: it was in rotation, so
     it counts as unavailable while it is out.

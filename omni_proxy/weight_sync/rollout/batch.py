@@ -22,6 +22,15 @@ from msgspec.structs import replace
 from omni_proxy.admin_ops.operation import Operation, Step
 from omni_proxy.fleet.cordon_reasons import ROLLOUT_BATCH, UPDATING
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.weight_sync.delivery.worker_update import (
+    UpdateSettings,
+    WeightSource,
+    WorkerUpdater,
+    check_label,
+    differs,
+    read_digest,
+    warm_up,
+)
 from omni_proxy.weight_sync.protocol import rollout_state_machine as transitions
 from omni_proxy.weight_sync.protocol.checksum_agreement import Digest
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
@@ -31,15 +40,6 @@ from omni_proxy.weight_sync.protocol.rollout_state_machine import (
     WorkerPhase,
 )
 from omni_proxy.weight_sync.rollout.progress import RolloutProgress
-from omni_proxy.weight_sync.rollout.worker_update import (
-    UpdateSettings,
-    WeightSource,
-    WorkerUpdater,
-    check_label,
-    differs,
-    read_digest,
-    warm_up,
-)
 from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.worker_calls import limit_secs

@@ -20,6 +20,7 @@ from omni_proxy.admin_ops.routes import ROLLOUT
 from omni_proxy.fleet.cordon_reasons import CATCHING_UP, LAUNCH_CORDON, PAUSED, UNCERTAIN, UNPROVEN
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.weight_sync.delivery.worker_update import BY_RPC, CannotUpdate, inspect
 from omni_proxy.weight_sync.operations.operation_queue import OperationQueue
 from omni_proxy.weight_sync.protocol import rollout_state_machine as transitions
 from omni_proxy.weight_sync.protocol.published_version import ALL_WORKERS
@@ -34,7 +35,6 @@ from omni_proxy.weight_sync.protocol.rollout_state_machine import (
 )
 from omni_proxy.weight_sync.rollout.batch import BatchChange, RolloutContext
 from omni_proxy.weight_sync.rollout.progress import now_text
-from omni_proxy.weight_sync.rollout.worker_update import BY_RPC, CannotUpdate, inspect
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.service import StoreService
 from omni_proxy.wire.errors import HttpError

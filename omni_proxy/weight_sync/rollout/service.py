@@ -19,6 +19,7 @@ from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.admin_ops.routes import ROLLOUT, AdminRoute
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.weight_sync.delivery.worker_update import BY_RPC, CannotUpdate, WorkerUpdater
 from omni_proxy.weight_sync.operations.operation_queue import OperationQueue
 from omni_proxy.weight_sync.operations.rollback import RollbackSource, unknown_version
 from omni_proxy.weight_sync.protocol import rollout_state_machine as transitions
@@ -33,7 +34,6 @@ from omni_proxy.weight_sync.rollout.batch import RolloutContext
 from omni_proxy.weight_sync.rollout.driver import FleetView, RolloutDriver
 from omni_proxy.weight_sync.rollout.progress import RolloutProgress, now_text
 from omni_proxy.weight_sync.rollout.request import RolloutRequest, invalid
-from omni_proxy.weight_sync.rollout.worker_update import BY_RPC, CannotUpdate, WorkerUpdater
 from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.version_store import UnknownVersion

@@ -7,9 +7,9 @@ import pytest
 
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.routing.disaggregation.partners import can_serve
-from omni_proxy.weight_sync.operations.weight_operations import RESOLVE
 from omni_proxy.weight_sync.rollout.request import parse_rollout
 from omni_proxy.weight_sync.rollout.service import RolloutCall, spread_roles
+from omni_proxy.weight_sync.weight_operations import RESOLVE
 from tests.admin_api.api_fixture import A, B, build_api, entry
 from tests.fleet.entries import entry as worker_entry
 from tests.fleet.entries import fleet_of

@@ -26,7 +26,7 @@ from omni_proxy.admin_ops.engine_paths import FROM_DISTRIBUTED, FROM_TENSOR, WEI
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.admin_ops.routes import READ_METHODS, ROUTES, TOPPED, AdminRoute, control_route
 from omni_proxy.runtime_config.config_store import ConfigStore
-from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
+from omni_proxy.weight_sync.weight_operations import WeightOperations
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.errors import bad_request
 

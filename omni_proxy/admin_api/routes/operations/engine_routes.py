@@ -31,7 +31,7 @@ from omni_proxy.upstream_http.client import (
     flush_cache,
     generate_token,
 )
-from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
+from omni_proxy.weight_sync.weight_operations import WeightOperations
 from omni_proxy.wire.errors import HttpError
 
 GENERATE_SECS = 20.0  # the token of the health check waits for running requests

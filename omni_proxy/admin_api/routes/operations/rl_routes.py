@@ -24,7 +24,7 @@ from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.admin_ops.routes import BY_PATH, AdminRoute, Kind
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
+from omni_proxy.weight_sync.weight_operations import WeightOperations
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.errors import HttpError
 

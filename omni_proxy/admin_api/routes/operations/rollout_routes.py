@@ -20,10 +20,10 @@ from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.services import DataPlaneView
 from omni_proxy.admin_api.streamed_body import RETRY, Body, Places
 from omni_proxy.admin_ops.routes import ROLLOUT
-from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.weight_sync.rollout.progress import RolloutProgress
 from omni_proxy.weight_sync.rollout.request import parse_rollout
 from omni_proxy.weight_sync.rollout.service import RolloutCall
+from omni_proxy.weight_sync.weight_operations import WeightOperations
 from omni_proxy.wire.errors import to_json
 
 READERS: Final = 32

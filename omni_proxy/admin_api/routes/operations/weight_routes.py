@@ -13,7 +13,7 @@ from omni_proxy.admin_api.forwarded_request import forwarded_headers, worker_hea
 from omni_proxy.admin_api.responses import body_bytes, json_object, json_response
 from omni_proxy.admin_api.routes.operations.broadcast_routes import refuse_no_object, shown
 from omni_proxy.admin_ops.routes import ABORT_SYNC, RESOLVES, ROLLBACK
-from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
+from omni_proxy.weight_sync.weight_operations import WeightOperations
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.errors import HttpError
 

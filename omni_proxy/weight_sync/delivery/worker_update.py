@@ -1,4 +1,4 @@
-"""Calls to one worker in a rollout: inspection, loading a version, the proof, the probe request.
+"""Calls to one worker in a rollout or a catch-up: inspection, loading, proof, probe request.
 
 The dialect of an engine is detected by its replies:
 
