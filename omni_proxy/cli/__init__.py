@@ -1,7 +1,8 @@
 """Dispatches a command line to its command. Exit status 0: success; 2: usage error, nothing ran.
 
 The first argument selects the command; the default is `serve`. A command's module is imported when
-it runs: `omni-proxy check` must not wait for a model runtime.
+it runs: `omni-proxy check` must not wait for a model runtime. Imports point down only; the layers,
+top to bottom: completion; the other commands; screen; client; flags, terminal_text.
 """
 
 import importlib

@@ -22,7 +22,7 @@ from omni_proxy.cli.client.admin_client import (
     admin_target_of,
 )
 from omni_proxy.cli.flags.command_parser import CommandParser
-from omni_proxy.cli.screen.text_table import NOTHING, printable, render_table, strip_noise
+from omni_proxy.cli.terminal_text import NOTHING, printable, render_table, strip_noise
 
 NO_WORKER: Final = 1
 DEFAULT_PATH: Final = "/v1/chat/completions"

@@ -25,6 +25,17 @@ from omni_proxy.cli.client.admin_client import (
     add_target_arguments,
     admin_target_of,
 )
+from omni_proxy.cli.client.feed_model import (
+    PATH,
+    ClusterPeer,
+    ClusterStatus,
+    DiscoverySource,
+    FeedModel,
+    FleetRow,
+    HistoryPoint,
+    WatchdogStatus,
+    feed_of,
+)
 from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.screen.diagnosis import (
     LEAVING,
@@ -37,19 +48,8 @@ from omni_proxy.cli.screen.diagnosis import (
     pause_lines,
     sort_by_urgency,
 )
-from omni_proxy.cli.screen.feed_model import (
-    PATH,
-    ClusterPeer,
-    ClusterStatus,
-    DiscoverySource,
-    FeedModel,
-    FleetRow,
-    HistoryPoint,
-    WatchdogStatus,
-    feed_of,
-)
 from omni_proxy.cli.screen.fleet_table import fleet_table
-from omni_proxy.cli.screen.text_table import (
+from omni_proxy.cli.terminal_text import (
     NOTHING,
     display_width,
     format_age,

@@ -28,12 +28,12 @@ from omni_proxy.cli.client.admin_client import (
     admin_target_of,
     with_default_command,
 )
+from omni_proxy.cli.client.feed_model import PausedWorker
 from omni_proxy.cli.client.worker_changes import ChangeRefused, require_accepted
 from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.rollout import add_rollout_arguments, run_rollout
 from omni_proxy.cli.screen.diagnosis import describe_rollout, describe_sync, pause_lines
-from omni_proxy.cli.screen.feed_model import PausedWorker
-from omni_proxy.cli.screen.text_table import (
+from omni_proxy.cli.terminal_text import (
     NOTHING,
     format_age,
     format_size,

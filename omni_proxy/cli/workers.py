@@ -34,7 +34,7 @@ from omni_proxy.cli.client.worker_changes import (
 )
 from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.screen.diagnosis import RESUME_COMMAND
-from omni_proxy.cli.screen.text_table import (
+from omni_proxy.cli.terminal_text import (
     NOTHING,
     format_age,
     parse_time,

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from omni_proxy import __version__
 from omni_proxy.cli import main
-from omni_proxy.cli.screen.feed_model import feed_of, read_feed
-from omni_proxy.cli.screen.text_table import display_width
+from omni_proxy.cli.client.feed_model import feed_of, read_feed
 from omni_proxy.cli.status import render_status
+from omni_proxy.cli.terminal_text import display_width
 from tests.cli.feeds import AT, FEEDS, feed, point, row
 from tests.example_counts import examples
 

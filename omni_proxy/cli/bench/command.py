@@ -39,7 +39,7 @@ from omni_proxy.cli.client.tls_options import (
     create_tls_context,
     explain_tls_error,
 )
-from omni_proxy.cli.screen.text_table import printable, strip_noise
+from omni_proxy.cli.terminal_text import printable, strip_noise
 from omni_proxy.shared.origins import MAX_PORT
 from omni_proxy.simulate.traces import TraceError, read_route_log, read_trace
 from omni_proxy.simulate.workload import RATE_PER_WORKER, WORKLOADS, Workload

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from omni_proxy.cli.screen.text_table import NOTHING, printable
+from omni_proxy.cli.terminal_text import NOTHING, printable
 from omni_proxy.simulate.report import Bar, bars, spread_ms
 from omni_proxy.upstream_http.event_stream import AnswerChunk, TokenUsage
 

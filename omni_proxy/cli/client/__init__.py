@@ -1,1 +1,1 @@
-"""Client of a running proxy's admin API: URL, key, TLS, requests."""
+"""Client of a running proxy's admin API: URL, key, TLS, requests, the types of its feed."""

@@ -28,7 +28,7 @@ from omni_proxy.cli.client.tls_options import (
     create_tls_context,
     explain_tls_error,
 )
-from omni_proxy.cli.screen.text_table import printable, strip_noise
+from omni_proxy.cli.terminal_text import printable, strip_noise
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import AdminConfig, Config, ServerConfig
 from omni_proxy.runtime_config.config_store import read_file

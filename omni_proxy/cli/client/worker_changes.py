@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from omni_proxy.cli.client.admin_client import AdminClient, AdminReply, JsonObject
-from omni_proxy.cli.screen.text_table import printable
+from omni_proxy.cli.terminal_text import printable
 from omni_proxy.shared.origins import DEFAULT_PORTS
 
 

@@ -31,7 +31,7 @@ from omni_proxy.cli.client.admin_client import (
     admin_target_of,
 )
 from omni_proxy.cli.flags.command_parser import CommandParser
-from omni_proxy.cli.screen.text_table import printable, render_table
+from omni_proxy.cli.terminal_text import printable, render_table
 from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config

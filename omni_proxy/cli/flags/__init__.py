@@ -1,1 +1,1 @@
-"""Command lines: flags, flags of other routers, commands of engines, and completion scripts."""
+"""Command lines: flags, flags of other routers, commands of engines."""

@@ -31,7 +31,7 @@ from omni_proxy.cli.client.admin_client import (
     config_of,
 )
 from omni_proxy.cli.flags.command_parser import CommandParser
-from omni_proxy.cli.screen.text_table import format_millis, parse_time, printable
+from omni_proxy.cli.terminal_text import format_millis, parse_time, printable
 from omni_proxy.shared.log_text import mask_secrets_in_text
 
 # Route-log names to access-log names.

@@ -24,7 +24,7 @@ from omni_proxy.cli.client.admin_client import (
 )
 from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.logs.command import NO_LOG, NoLogError, log_file, raw_line
-from omni_proxy.cli.screen.text_table import printable
+from omni_proxy.cli.terminal_text import printable
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 _EPILOG: Final = """\

@@ -1,1 +1,1 @@
-"""Terminal output of commands: text tables, the feed's types, diagnoses."""
+"""Terminal output that several commands share: the table of workers, diagnoses."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from omni_proxy.cli.screen.feed_model import FeedModel, FleetRow, HistoryPoint, PausedWorker
-from omni_proxy.cli.screen.text_table import (
+from omni_proxy.cli.client.feed_model import FeedModel, FleetRow, HistoryPoint, PausedWorker
+from omni_proxy.cli.terminal_text import (
     NOTHING,
     format_age,
     parse_time,

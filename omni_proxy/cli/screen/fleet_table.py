@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from omni_proxy.cli.client.feed_model import FleetRow
 from omni_proxy.cli.screen.diagnosis import Diagnosis
-from omni_proxy.cli.screen.feed_model import FleetRow
-from omni_proxy.cli.screen.text_table import (
+from omni_proxy.cli.terminal_text import (
     NOTHING,
     display_width,
     format_millis,

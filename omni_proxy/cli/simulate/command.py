@@ -23,8 +23,8 @@ from typing import Any
 import tomli_w
 
 from omni_proxy.cli import USAGE_ERROR
-from omni_proxy.cli.screen.text_table import printable, render_table
 from omni_proxy.cli.simulate.arguments import DEFAULT_ENGINE, REQUESTS, WORKERS, parser
+from omni_proxy.cli.terminal_text import printable, render_table
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.overlay import SavedState, WorkerSpec, desired_workers
 from omni_proxy.config.parse import ConfigError, decode_text, parse, parse_tables

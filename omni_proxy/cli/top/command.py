@@ -31,11 +31,11 @@ from omni_proxy.cli.client.admin_client import (
     add_target_arguments,
     admin_target_of,
 )
+from omni_proxy.cli.client.feed_model import feed_of
 from omni_proxy.cli.client.worker_changes import ChangeRefused, change_worker
 from omni_proxy.cli.flags.command_parser import CommandParser
-from omni_proxy.cli.screen.feed_model import feed_of
-from omni_proxy.cli.screen.text_table import display_width, truncate
 from omni_proxy.cli.status import LEGEND, WIDTH, fetch_feed
+from omni_proxy.cli.terminal_text import display_width, truncate
 from omni_proxy.cli.top.follower import FeedFollower, FeedStatus
 from omni_proxy.cli.top.frame import render_frame
 from omni_proxy.cli.top.view import QUIT, Click, PendingAction, TopView

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from omni_proxy.cli.client.admin_client import AdminClient, AdminClientError, AdminTarget
-from omni_proxy.cli.screen.feed_model import PATH, FeedModel, HistoryPoint, read_feed
+from omni_proxy.cli.client.feed_model import PATH, FeedModel, HistoryPoint, read_feed
 
 SILENCE_SECS: Final = 5.0  # the feed sends a snapshot each second
 RETRY_SECS: Final = (0.5, 1.0, 2.0, 5.0)  # the last one repeats

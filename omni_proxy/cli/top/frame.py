@@ -13,6 +13,7 @@ from typing import Final
 
 from rich.text import Text
 
+from omni_proxy.cli.client.feed_model import FeedModel, FinishedRequest, FleetRow, HistoryPoint
 from omni_proxy.cli.screen.diagnosis import (
     FAILING,
     LEAVING,
@@ -23,9 +24,15 @@ from omni_proxy.cli.screen.diagnosis import (
     describe_reload,
     describe_weights,
 )
-from omni_proxy.cli.screen.feed_model import FeedModel, FinishedRequest, FleetRow, HistoryPoint
 from omni_proxy.cli.screen.fleet_table import fleet_table
-from omni_proxy.cli.screen.text_table import (
+from omni_proxy.cli.status import (
+    describe_fleet,
+    describe_requests,
+    describe_versions,
+    headline,
+    paused_lines,
+)
+from omni_proxy.cli.terminal_text import (
     NOTHING,
     display_width,
     format_age,
@@ -33,13 +40,6 @@ from omni_proxy.cli.screen.text_table import (
     parse_time,
     printable,
     truncate,
-)
-from omni_proxy.cli.status import (
-    describe_fleet,
-    describe_requests,
-    describe_versions,
-    headline,
-    paused_lines,
 )
 from omni_proxy.cli.top.follower import FeedStatus
 from omni_proxy.cli.top.view import ORDERS, TopView

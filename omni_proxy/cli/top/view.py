@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from omni_proxy.cli.client.feed_model import FeedModel, FleetRow
 from omni_proxy.cli.screen.diagnosis import LEAVING, URGENCY, WELL, Diagnosis, diagnose
-from omni_proxy.cli.screen.feed_model import FeedModel, FleetRow
 
 QUIT: Final = "quit"
 MAX_SEARCH: Final = 60

@@ -1,7 +1,7 @@
 from omni_proxy.cli import main
+from omni_proxy.cli.client.feed_model import PausedWorker, feed_of
 from omni_proxy.cli.screen.diagnosis import OUT, describe_pause, diagnose, pause_lines
-from omni_proxy.cli.screen.feed_model import PausedWorker, feed_of
-from omni_proxy.cli.screen.text_table import parse_time
+from omni_proxy.cli.terminal_text import parse_time
 from omni_proxy.cli.top.follower import FeedStatus
 from omni_proxy.cli.top.frame import render_frame
 from omni_proxy.cli.top.view import TopView

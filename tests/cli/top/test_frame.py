@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_proxy.cli import main
-from omni_proxy.cli.screen.feed_model import feed_of, read_feed
-from omni_proxy.cli.screen.text_table import display_width
+from omni_proxy.cli.client.feed_model import feed_of, read_feed
+from omni_proxy.cli.terminal_text import display_width
 from omni_proxy.cli.top.follower import FeedStatus
 from omni_proxy.cli.top.frame import render_frame, sparkline
 from omni_proxy.cli.top.view import Click, TopView

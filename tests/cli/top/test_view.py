@@ -3,7 +3,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from omni_proxy.cli.screen.feed_model import feed_of
+from omni_proxy.cli.client.feed_model import feed_of
 from omni_proxy.cli.top.view import ORDERS, QUIT, Click, PendingAction, TopView
 from tests.cli.feeds import feed, row
 from tests.example_counts import examples

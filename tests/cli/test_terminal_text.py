@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.cli.screen.text_table import (
+from omni_proxy.cli.terminal_text import (
     display_width,
     format_age,
     format_millis,
