@@ -25,7 +25,7 @@ from omni_proxy.routing.inspect.body_fields import (
 )
 from omni_proxy.routing.inspect.keyed_text import KeyedBodyFields
 from omni_proxy.routing.inspect.requirements import MEDIA, Requirements
-from omni_proxy.routing.kv_events.token_id_text import without_spaces
+from omni_proxy.routing.token_id_text import without_spaces
 
 # Ids after these bytes hardly change where a prompt is cached. Not Final: tests set it.
 MAX_BYTES = 512 * 1024

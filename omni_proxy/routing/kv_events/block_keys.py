@@ -21,7 +21,7 @@ from zlib import crc32
 import msgspec
 from xxhash import xxh32_intdigest
 
-from omni_proxy.routing.kv_events.token_id_text import COMMA, TokenIdText
+from omni_proxy.routing.token_id_text import COMMA, TokenIdText
 
 _TAIL_BITS: Final = 20
 _TAIL_MASK: Final = (1 << _TAIL_BITS) - 1

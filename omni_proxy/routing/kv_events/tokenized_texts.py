@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 
 from omni_proxy.routing.inspect.prefix_text import LIMIT
 from omni_proxy.routing.kv_events.block_keys import PromptBlocks, encode_token_ids
-from omni_proxy.routing.kv_events.token_id_text import TokenIdText
 from omni_proxy.routing.prefix_tree import PrefixTree
+from omni_proxy.routing.token_id_text import TokenIdText
 from omni_proxy.routing.tree_key import text_length
 
 # Length of texts to tokenize: at least about a thousand tokens, and not cut.

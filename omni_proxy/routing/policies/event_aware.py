@@ -31,10 +31,10 @@ from omni_proxy.routing.inspect.prompt_tokens import (
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.kv_events.block_keys import PromptBlocks
-from omni_proxy.routing.kv_events.token_id_text import TokenIdText
 from omni_proxy.routing.kv_events.tokenized_texts import MIN_BYTES, TokenizeRequest
 from omni_proxy.routing.policies.cache_aware import CacheAware, CacheChoice, prompt_text
 from omni_proxy.routing.policies.cache_feedback import PromptText
+from omni_proxy.routing.token_id_text import TokenIdText
 from omni_proxy.routing.tree_key import MAX_BLOCK, tree_key
 
 RECENT: Final = 64  # prompts

@@ -11,7 +11,7 @@ from omni_proxy.routing.inspect.keyed_text import keyed_fields
 from omni_proxy.routing.inspect.prompt_tokens import join_token_ids, token_id_list
 from omni_proxy.routing.inspect.requirements import IMAGE, Requirements
 from omni_proxy.routing.kv_events.block_keys import encode_token_ids
-from omni_proxy.routing.kv_events.token_id_text import TokenIdText
+from omni_proxy.routing.token_id_text import TokenIdText
 
 
 def prompt_tokens(need):

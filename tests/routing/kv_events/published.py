@@ -6,7 +6,7 @@ from omni_proxy.routing.kv_events.block_keys import PromptBlocks, block_keys, en
 from omni_proxy.routing.kv_events.publisher_state import (
     PublisherState,
 )
-from omni_proxy.routing.kv_events.token_id_text import TokenIdText
+from omni_proxy.routing.token_id_text import TokenIdText
 
 SIZE = 2
 

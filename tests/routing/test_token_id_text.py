@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.kv_events import token_id_text as tested
+from omni_proxy.routing import token_id_text as tested
 from omni_proxy.routing.kv_events.block_keys import encode_token_ids
-from omni_proxy.routing.kv_events.token_id_text import TokenIdText, without_spaces
+from omni_proxy.routing.token_id_text import TokenIdText, without_spaces
 
 # Ids of very different lengths, so that the estimate of an end is far off.
 IDS = st.lists(st.integers(0, 3) | st.integers(0, 2**20) | st.just(2**62), max_size=80)
