@@ -25,6 +25,7 @@ from omni_proxy.replica.api.common.errors import DetailError, empty_response, js
 from omni_proxy.replica.api.common.kv_transfers import release_kept, transfer_answer, with_transfers
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate
 from omni_proxy.replica.api.common.media import encode_audio
+from omni_proxy.replica.api.common.request_ids import bare_id, id_matcher
 from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
 from omni_proxy.replica.api.native.admin_operations import admin_body
 from omni_proxy.replica.api.openai.multi_generation import complete_all, request_ids
@@ -39,7 +40,6 @@ from omni_proxy.replica.api.openai.to_generate_request import (
     sampling_params,
 )
 from omni_proxy.replica.api.route_context import RouteContext
-from omni_proxy.replica.api.vllm.control_routes import bare_id, id_matcher
 from omni_proxy.replica.pipeline.requests import (
     CompletionResult,
     GenerateChunk,

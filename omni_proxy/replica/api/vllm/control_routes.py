@@ -9,7 +9,7 @@ stage is paused is the stage's own state.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Literal, cast
 
 from quart import Response, request
@@ -19,6 +19,7 @@ from omni_proxy import __version__
 from omni_proxy.replica.api.common.errors import empty_response, json_response
 from omni_proxy.replica.api.common.kv_transfers import release_kept
 from omni_proxy.replica.api.common.lenient_decode import MISSING, json_body, problem
+from omni_proxy.replica.api.common.request_ids import bare_id, id_matcher
 from omni_proxy.replica.api.native.admin_operations import ModelFacts, model_facts, require_key
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.api.vllm.vllm_errors import (
@@ -38,8 +39,6 @@ SLEEPING_PARTS: Final = ("weights", "kv_cache")
 SCHEDULING: Final = "scheduling"
 CONTROL_SECS: Final = 60.0
 WAIT_SECS: Final = 3600.0  # for running requests to end, and for a trainer
-CHOICE: Final = re.compile(r"[-_][0-9]+$")
-ID_PREFIXES: Final = ("chatcmpl-", "cmpl-", "generate-tokens-")
 SLEEP_LEVELS = ("0", "1", "2")
 NO_METHOD = "'Worker' object has no attribute '{}'"
 
@@ -125,34 +124,6 @@ class EngineCalls:
 
     def world_size(self) -> int:
         return self._context.client.tp_size()
-
-
-def id_matcher(wanted: Iterable[str]) -> Callable[[str], bool]:
-    """Return a function that matches the wanted request ids, with or without vLLM's prefix.
-
-    It also matches the ids of a request's choices.
-    """
-    names = set(wanted)
-    names |= {bare_id(name) for name in names}
-
-    def matches(request_id: str) -> bool:
-        bare = bare_id(request_id)
-        return not names.isdisjoint((request_id, bare, without_choice(bare)))
-
-    return matches
-
-
-def bare_id(request_id: str) -> str:
-    """The id without the prefix that vLLM's routes add to it."""
-    for prefix in ID_PREFIXES:
-        if request_id.startswith(prefix):
-            return request_id[len(prefix) :]
-    return request_id
-
-
-def without_choice(request_id: str) -> str:
-    """The id without its choice: `a-3` (`a_3` in SGLang's routers) is choice or prompt 3 of `a`."""
-    return CHOICE.sub("", request_id)
 
 
 def _named(ids: list[str]) -> dict[str, Any]:

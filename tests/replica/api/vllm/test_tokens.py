@@ -3,11 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from omni_proxy.replica.api.vllm.control_routes import id_matcher
-from tests.example_counts import examples
 from tests.replica.api.api_fixture import TINY, opened
 
 GREEDY = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
@@ -191,17 +187,3 @@ async def test_prompts_are_rendered_one_by_one_with_vllms_defaults(engine):
     schema = prompts | {"response_format": {"type": "json_object"}}
     status, reply = await status_and_body(await engine.post("/v1/completions/render", schema))
     assert (status, "response_format" in reply["error"]["message"]) == (400, True)
-
-
-@settings(max_examples=examples(60))
-@given(st.text("ab-", min_size=1, max_size=6), st.integers(0, 12))
-def test_a_request_matches_its_sent_and_its_returned_ids(request_id, choice):
-    for sent_id in (
-        request_id,
-        f"chatcmpl-{request_id}",
-        f"cmpl-{request_id}",
-        f"generate-tokens-{request_id}",
-    ):
-        assert id_matcher([sent_id])(request_id)
-        assert id_matcher([sent_id])(f"{request_id}-{choice}")
-    assert not id_matcher([request_id])(f"{request_id}x")
