@@ -31,11 +31,11 @@ from omni_proxy.config.schema import (
     TimeoutsConfig,
 )
 from omni_proxy.replica import command as replica
+from omni_proxy.replica.http_server import _app
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.config import compile_plan, parse_pipeline
 from omni_proxy.replica.pipeline.coordination.coordinator import Coordinator
-from omni_proxy.replica.pipeline.http_server import _app
 from omni_proxy.replica.pipeline.runtime import Runtime
 from omni_proxy.replica.profiling import report as profile
 from omni_proxy.routing import routes

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from omni_proxy.replica.api.app import create_app
+    from omni_proxy.replica.http_server import launch_server
     from omni_proxy.replica.pipeline.client import Client
     from omni_proxy.replica.pipeline.config import PipelineConfig
-    from omni_proxy.replica.pipeline.http_server import launch_server
 
 __all__ = ["Client", "PipelineConfig", "create_app", "launch_server"]
 
@@ -21,7 +21,7 @@ _MODULES = {
     "Client": "omni_proxy.replica.pipeline.client",
     "PipelineConfig": "omni_proxy.replica.pipeline.config",
     "create_app": "omni_proxy.replica.api.app",
-    "launch_server": "omni_proxy.replica.pipeline.http_server",
+    "launch_server": "omni_proxy.replica.http_server",
 }
 
 

@@ -284,8 +284,8 @@ def _serve_torch(arguments: argparse.Namespace) -> int:
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     import trio
 
+    from omni_proxy.replica.http_server import ListenError, launch_server
     from omni_proxy.replica.pipeline.config import PipelineConfigError
-    from omni_proxy.replica.pipeline.http_server import ListenError, launch_server
     from omni_proxy.replica.pipeline.runtime import StartError
     from omni_proxy.replica.torch_engine import build_app_options, build_pipeline
 

@@ -3,10 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from omni_proxy.replica import command, llamacpp
+from omni_proxy.replica import command, http_server, llamacpp
 from omni_proxy.replica.kv_transfer.request_fields import TransferFields
 from omni_proxy.replica.model_file import MODELS, ModelFileError
-from omni_proxy.replica.pipeline import http_server
 
 LLAMACPP = ["--engine", "llamacpp"]
 

@@ -15,6 +15,7 @@ from msgspec import Struct
 from omni_proxy.replica.api.native import admin_operations, weight_routes
 from omni_proxy.replica.api.native.admin_operations import OperationBody, OperationRoute
 from omni_proxy.replica.api.native.generate import AbortBody, NativeBody, RolloutBody
+from omni_proxy.replica.api.native.profile_routes import StartBody, StartEventsBody, StopBody
 from omni_proxy.replica.api.openai.chat import ChatBody
 from omni_proxy.replica.api.openai.completions import CompletionBody
 from omni_proxy.replica.api.openai.embeddings import EmbeddingBody
@@ -35,7 +36,6 @@ from omni_proxy.replica.api.vllm.weight_transfer_routes import (
     InitTransfer,
     UpdateWeights,
 )
-from omni_proxy.replica.profiling.profile_routes import StartBody, StartEventsBody, StopBody
 
 JSON, FORM, TEXT = "application/json", "multipart/form-data", "text/plain"
 EVENTS = "text/event-stream"

@@ -17,10 +17,10 @@ import trio
 from werkzeug.datastructures import Headers
 
 from omni_proxy.replica.api.app import create_app
+from omni_proxy.replica.http_server import ReplicaServer, bind_listener
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.config import PipelineConfig, StageConfig
-from omni_proxy.replica.pipeline.http_server import ReplicaServer, bind_listener
 from omni_proxy.replica.pipeline.runtime import open_pipeline
 from omni_proxy.replica.pipeline.stage import CallerError, FunctionScheduler
 

@@ -6,7 +6,7 @@ import schemathesis
 
 from omni_proxy.replica.api.openapi_document import HIDDEN, PAGE, description
 from omni_proxy.replica.api.openapi_endpoints import ENDPOINTS
-from omni_proxy.replica.pipeline.http_server import _app
+from omni_proxy.replica.http_server import _app
 
 
 @pytest.fixture

@@ -250,12 +250,12 @@ class _ServerLifecycle:
 
 def _app(client: Client, options: AppOptions) -> QuartTrio:
     from omni_proxy.replica.api.app import build_app
+    from omni_proxy.replica.api.native import profile_routes
     from omni_proxy.replica.api.route_context import RouteContext
-    from omni_proxy.replica.profiling import profile_routes as profiling
 
     context = RouteContext(client=client, **options)
     app = build_app(context)
-    profiling.mount(app, context)
+    profile_routes.mount(app, context)
     return app
 
 

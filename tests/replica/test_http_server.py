@@ -10,7 +10,7 @@ import trio
 import trio.testing
 from quart_trio import QuartTrio
 
-from omni_proxy.replica.pipeline.http_server import (
+from omni_proxy.replica.http_server import (
     ListenError,
     ReplicaServer,
     _ServerLifecycle,
