@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import trio
 
 from omni_proxy.replica.pipeline.config import StageConfig, import_dotted
+from omni_proxy.replica.pipeline.instrumentation import InstrumentedEmit, InstrumentedInbox
 from omni_proxy.replica.pipeline.messages import (
     Abort,
     Emit,
@@ -37,7 +38,7 @@ from omni_proxy.replica.pipeline.messages import (
     StreamChunk,
     Submit,
 )
-from omni_proxy.replica.profiling.recorder import STAGE_EVENTS, InstrumentedEmit, InstrumentedInbox
+from omni_proxy.replica.profiling.recorder import STAGE_EVENTS
 
 log = logging.getLogger(__name__)
 
