@@ -8,8 +8,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("tiktoken")
 
 from omni_proxy.replica.api.vllm.weight_transfer_routes import ranked_checksums  # noqa: E402
+from omni_proxy.replica.models.shard import Shard  # noqa: E402
 from omni_proxy.replica.models.text_model import load_text_model  # noqa: E402
-from omni_proxy.replica.tp.sharded_model import Shard  # noqa: E402
 from omni_proxy.weight_sync.checksum import roll_up  # noqa: E402
 from tests.http_server import Quiet, served  # noqa: E402
 from tools.training.arguments import deadline_of, parser, sync_options, understood  # noqa: E402

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
+from omni_proxy.replica.models.shard import Shard
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Emit, StageInput, StageOutput
 from omni_proxy.replica.text.constraint import CompiledConstraint
 from omni_proxy.replica.text.operations import PeerError, StepDone
@@ -33,7 +34,7 @@ from omni_proxy.replica.tp.group import (
     Vote,
     join_store,
 )
-from omni_proxy.replica.tp.sharded_model import KVMirror, RankWorker, Shard, ShardedLlama
+from omni_proxy.replica.tp.sharded_model import KVMirror, RankWorker, ShardedLlama
 from omni_proxy.replica.weights.live_tensors import DamagedWeightsError
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.llama import Batch, BatchPart, Llama
+from omni_proxy.replica.models.shard import Shard
 from omni_proxy.replica.models.text_model import TextModel
 from omni_proxy.replica.pipeline.messages import (
     Admin,
@@ -67,7 +68,6 @@ from omni_proxy.replica.tp.sharded_model import (
     KVJournal,
     MirroredKV,
     RankWorker,
-    Shard,
     ShardedLlama,
 )
 from omni_proxy.shared.child_exit import wait_or_kill_in_thread

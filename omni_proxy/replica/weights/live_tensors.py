@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from omni_proxy.replica.models.llama import TIED_NAMES
-from omni_proxy.replica.tp.sharded_model import Shard
+from omni_proxy.replica.models.shard import Shard
 
 # The size of the three buffers that a swap moves: together they about fit into a core's cache.
 PIECE_BYTES: Final = 1 << 20

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from omni_proxy.replica.models import tiny
+from omni_proxy.replica.models.shard import Shard
 from omni_proxy.replica.tp import group as module
 from omni_proxy.replica.tp import sharded_model
 from omni_proxy.replica.tp.group import RankGroup, RankLost, join_store, open_store
-from omni_proxy.replica.tp.sharded_model import RankWorker, Shard, ShardedLlama
+from omni_proxy.replica.tp.sharded_model import RankWorker, ShardedLlama
 
 
 class Ranks:

@@ -84,7 +84,7 @@ async def test_the_followers_end_with_the_pipeline():
 
 
 def test_a_follower_that_cannot_start_is_reported_with_its_reason(monkeypatch):
-    monkeypatch.setattr(leader, "FOLLOWER", "omni_proxy.replica.tp.sharded_model:Shard")
+    monkeypatch.setattr(leader, "FOLLOWER", "omni_proxy.replica.models.shard:Shard")
     message = "rank 1 of stage decode is lost: TypeError: .*unexpected keyword argument"
     with pytest.raises(RankLost, match=message):
         build("decode", model="tiny", tp=2)
