@@ -8,7 +8,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from omni_proxy.replica.kv_transfer.scheduler import TransferScheduler
 from omni_proxy.replica.kv_transfer.transfer_thread import TransferThread
 from omni_proxy.replica.models.text_model import ModelWorker
 from omni_proxy.replica.text.scheduler import TextScheduler
@@ -19,6 +18,7 @@ from omni_proxy.replica.text.stage_settings import (
     parse_settings,
     with_weight_operations,
 )
+from omni_proxy.replica.text.transfer_scheduler import TransferScheduler
 
 
 def build(stage_name: str, **params: Any) -> TextScheduler:

@@ -27,7 +27,7 @@ from omni_proxy.replica.kv_transfer.wire import (
     parse_header,
 )
 from omni_proxy.replica.pipeline.messages import Result
-from tests.replica.kv_transfer.transfer_stages import long_prompt, stage
+from tests.replica.text.transfer_stages import long_prompt, stage
 
 PROMPT = long_prompt(70, 40)
 PATIENCE_SECS = 30

@@ -6,10 +6,17 @@ import pytest
 
 from omni_proxy.replica.kv_transfer.request_fields import PARAMS, Serve
 from omni_proxy.replica.pipeline.messages import Result
-from tests.replica.kv_transfer.transfer_stages import GREEDY, Pair, long_prompt, stage
+from tests.replica.text.transfer_stages import GREEDY, Pair, long_prompt, stage
 
 SCHEMA = json.dumps({"type": "object", "properties": {"name": {"type": "string"}}})
 COMPARED = ("text", "token_ids", "output_token_logprobs", "finish_reason", "stop_hit", "usage")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Stages without a prefix cache, so tests can share them."""
+    with stage("prefill") as prefill, stage("decode") as decode, stage() as whole:
+        yield Pair(prefill, decode, whole)
 
 
 def compared_fields(data):
