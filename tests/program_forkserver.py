@@ -61,7 +61,7 @@ REPLICA = (
     "omni_proxy.replica.command",
     "omni_proxy.replica.api.app",
     "omni_proxy.replica.stages.prepare",
-    "omni_proxy.replica.text.stage",
+    "omni_proxy.replica.stages.text",
     "omni_proxy.replica.models.tiny",
     # What trainers import.
     "torch.distributed",

@@ -15,13 +15,13 @@ from omni_proxy.replica.kv_transfer.request_fields import TransferFields
 from omni_proxy.replica.kv_transfer.settings import connector_of, transfer_params
 from omni_proxy.replica.model_file import MODELS
 from omni_proxy.replica.pipeline.builtin import OFF, BuiltinOptions, builtin_pipeline, capabilities
-from omni_proxy.replica.pipeline.config import PipelineConfig, load_pipeline
+from omni_proxy.replica.pipeline.config import PipelineConfig, current_name, load_pipeline
 from omni_proxy.shared.origins import is_loopback
 
 if TYPE_CHECKING:
     from omni_proxy.replica.api.route_context import AppOptions
 
-TEXT_FACTORY = "omni_proxy.replica.text.stage:build"
+TEXT_FACTORY = "omni_proxy.replica.stages.text:build"
 PROMPT_FACTORY = "omni_proxy.replica.stages.prepare:build"
 
 # Fetches a model's file if needed; returns its path, or "" if the stage finds it without one.
@@ -59,7 +59,7 @@ def with_weight_params(pipeline: PipelineConfig, weights: Mapping[str, Any]) -> 
     """Add these parameters to every text stage that does not set them itself."""
     stages = (
         replace(stage, params={**weights, **stage.params})
-        if stage.factory == TEXT_FACTORY
+        if current_name(stage.factory) == TEXT_FACTORY
         else stage
         for stage in pipeline.stages
     )
@@ -122,6 +122,6 @@ def tokenizer_model(pipeline: PipelineConfig) -> str:
     models = (
         str(stage.params["model"])
         for stage in pipeline.stages
-        if stage.factory in factories and "model" in stage.params
+        if current_name(stage.factory) in factories and "model" in stage.params
     )
     return next(models, "")

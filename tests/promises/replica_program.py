@@ -31,7 +31,7 @@ route = "tests.promises.replica_program:after_prepare"
 
 [[stages]]
 name = "decode"
-factory = "omni_proxy.replica.text.stage:build"
+factory = "omni_proxy.replica.stages.text:build"
 params = {{ model = "tiny", threads = 1 }}
 terminal = true
 

@@ -237,8 +237,10 @@ def test_a_key_in_the_environment_lets_clients_name_any_file(launched, monkeypat
     assert launched[0][0].stages[1].params["weights_root"] == "/"
 
 
-def test_a_text_stage_in_a_pipeline_file_may_override_the_weights_root(launched, tmp_path):
-    stage = '[[stages]]\nname = "{}"\nfactory = "omni_proxy.replica.text.stage:build"\n{}\n'
+@pytest.mark.parametrize("module", ["stages.text", "text.stage"], ids=["current", "old"])
+def test_a_text_stage_in_a_pipeline_file_may_override_the_weights_root(launched, tmp_path, module):
+    factory = f"omni_proxy.replica.{module}:build"
+    stage = f'[[stages]]\nname = "{{}}"\nfactory = "{factory}"\n{{}}\n'
     (tmp_path / "p.toml").write_text(
         'name = "mine"\n'
         + stage.format("a", 'next = ["b"]')

@@ -87,7 +87,7 @@ def _decode(options: BuiltinOptions, has_speech: bool) -> StageConfig:
     following = ("speak",) if has_speech else ()
     return StageConfig(
         name="decode",
-        factory=f"{_PACKAGE}.text.stage:build",
+        factory=f"{_PACKAGE}.stages.text:build",
         next=following,
         stream_to=following,
         route=f"{_PACKAGE}.pipeline.builtin:after_decode" if has_speech else "",

@@ -391,16 +391,21 @@ _OLD_MODULES = {
         ("stages." + "speak", "stages.synthesize"),
         ("stages." + "look", "stages.ocr"),
         ("pipeline." + "merge", "pipeline.plan"),
+        ("text.stage", "stages.text"),
     )
 }
 
 
+def current_name(dotted: str) -> str:
+    """The name in this release of what `dotted` named in an earlier one."""
+    module, colon, function = dotted.partition(":")
+    return f"{_OLD_MODULES.get(module, module)}{colon}{function}"
+
+
 def import_dotted(dotted: str) -> Callable[..., Any]:
     """Import `package.module:function`; raises ImportError or AttributeError."""
-    module, _, function = dotted.partition(":")
-    imported: Callable[..., Any] = getattr(
-        importlib.import_module(_OLD_MODULES.get(module, module)), function
-    )
+    module, _, function = current_name(dotted).partition(":")
+    imported: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return imported
 
 

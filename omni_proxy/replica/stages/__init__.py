@@ -1,1 +1,1 @@
-"""Stages around the text model; each module's `build(stage_name, **params)` returns a Scheduler."""
+"""The built-in stages; `build(stage_name, **params)` of a stage's module returns its Scheduler."""

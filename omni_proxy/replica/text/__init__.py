@@ -1,4 +1,5 @@
-"""The text stage: continuous batching, many requests computed together one forward pass at a time.
+"""What the text stage runs: continuous batching, many requests in one forward pass.
 
-It uses a model only through `ModelWorker`, and other stages only through messages.
+It uses a model only through `ModelWorker`, and other stages only through messages. `stages.text`
+builds the stage.
 """

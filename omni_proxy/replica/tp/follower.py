@@ -14,40 +14,20 @@ from typing import Any, cast
 
 import msgspec
 
-from omni_proxy.replica.models.shard import Shard
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Emit, StageInput, StageOutput
 from omni_proxy.replica.text.constraint import CompiledConstraint
 from omni_proxy.replica.text.operations import PeerError, StepDone
 from omni_proxy.replica.text.scheduler import TextScheduler
-from omni_proxy.replica.text.stage_settings import (
-    TextSettings,
-    batch_limits_and_cache,
-    load_model,
-    with_weight_operations,
-)
 from omni_proxy.replica.tp.group import (
     ABORT_STEP,
     STEP,
     VERDICT,
-    RankGroup,
     RankLost,
     Vote,
     join_store,
 )
-from omni_proxy.replica.tp.sharded_model import KVMirror, RankWorker, ShardedLlama
+from omni_proxy.replica.tp.sharded_model import KVMirror, RankWorker
 from omni_proxy.replica.weights.live_tensors import DamagedWeightsError
-
-
-def build(stage_name: str, *, rank: int, port: int, settings: dict[str, Any]) -> FollowerScheduler:
-    """Load rank `rank`'s part of the model; the ranks connect to the leader's `port`."""
-    own = TextSettings(**settings)
-    text = load_model(own)
-    group = RankGroup(rank, own.tp)
-    model = ShardedLlama(text.model, Shard(text.model.config, rank, own.tp), group.add_up)
-    worker = RankWorker(dataclasses.replace(text, model=model), group)
-    scheduler = FollowerScheduler(stage_name, worker, *batch_limits_and_cache(own))
-    scheduler.port = port
-    return with_weight_operations(scheduler, own)
 
 
 class FollowerScheduler(TextScheduler):

@@ -9,7 +9,6 @@ operation ends when every rank has answered; while it halts one of them, no batc
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import socket
 import subprocess
@@ -49,18 +48,12 @@ from omni_proxy.replica.pipeline.stage_process import (
 from omni_proxy.replica.text.constraint import CompiledConstraint
 from omni_proxy.replica.text.operations import StepDone
 from omni_proxy.replica.text.scheduler import TextScheduler
-from omni_proxy.replica.text.stage_settings import (
-    TextSettings,
-    batch_limits_and_cache,
-    with_weight_operations,
-)
 from omni_proxy.replica.tp.group import (
     FollowerMessage,
     RankGroup,
     RankLost,
     RankMessage,
     StepOverdue,
-    open_store,
     step,
 )
 from omni_proxy.replica.tp.rank_fanout import RankFanOut
@@ -78,7 +71,6 @@ READ_BYTES = 1 << 18
 Post = Callable[[RankMessage | RankLost], None]
 
 _decoder: msgspec.msgpack.Decoder[FollowerMessage] = msgspec.msgpack.Decoder(FollowerMessage)
-FOLLOWER = "omni_proxy.replica.tp.follower:build"
 LeaderMessage = StepDone | CompiledConstraint | RankMessage | StepOverdue | RankLost
 
 
@@ -207,29 +199,6 @@ class Followers:
             member.close_connection()
         for member in self._members:
             member.end()
-
-
-def start_leader(stage_name: str, text: TextModel, settings: TextSettings) -> LeaderScheduler:
-    """Start the followers and return the scheduler over all ranks.
-
-    Raises ValueError if the model cannot be split that way, RankLost if a follower did not start.
-    """
-    shard = Shard(text.model.config, 0, settings.tp)
-    store, port = open_store(settings.tp)
-    followers = Followers(stage_name)
-    group = RankGroup(0, settings.tp, lambda: followers.lost)
-    try:
-        shared = {"port": port, "settings": dataclasses.asdict(settings)}
-        followers.start(FOLLOWER, ({"rank": rank} | shared for rank in range(1, settings.tp)))
-        model = LeaderLlama(text.model, shard, group, followers)
-        followers.await_ready()
-        group.join(store)
-        worker = LeaderWorker(dataclasses.replace(text, model=model), group, followers)
-        scheduler = LeaderScheduler(stage_name, worker, *batch_limits_and_cache(settings))
-        return with_weight_operations(scheduler, settings)
-    except BaseException:
-        followers.close()
-        raise
 
 
 class LeaderLlama(ShardedLlama):

@@ -52,7 +52,7 @@ def build(stage_name):
 
 def build_newer(stage_name, **params):
     """A text stage with weights of another version."""
-    from omni_proxy.replica.text.stage import build as build_text  # imports torch only here
+    from omni_proxy.replica.stages.text import build as build_text  # imports torch only here
 
     scheduler = build_text(stage_name, **params)
     scheduler.weight_version = "v2"

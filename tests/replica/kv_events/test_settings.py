@@ -15,7 +15,7 @@ from omni_proxy.replica.kv_events.settings import (
     tcp_parts,
     vllm_sources,
 )
-from omni_proxy.replica.text.stage_settings import parse_settings
+from omni_proxy.replica.stages.text_settings import parse_settings
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,7 @@ def test_functions_that_cannot_be_imported_are_all_reported():
         ("omni_proxy.replica.stages.synthesize:build", "omni_proxy.replica.stages.synthesize"),
         ("omni_proxy.replica.stages.ocr:build", "omni_proxy.replica.stages.ocr"),
         ("omni_proxy.replica.pipeline.config:merge_fields", "omni_proxy.replica.pipeline.config"),
+        ("omni_proxy.replica.text.stage:build", "omni_proxy.replica.stages.text"),
     ],
 )
 def test_dotted_names_of_the_last_release_still_work(old, new):

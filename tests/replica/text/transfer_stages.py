@@ -20,7 +20,7 @@ from omni_proxy.replica.pipeline.messages import (
     ResultChunk,
     StageFailure,
 )
-from omni_proxy.replica.text.stage import build
+from omni_proxy.replica.stages.text import build
 from tests.replica.text.scheduler_harness import Loop, long_prompt, submission
 
 NUMBERS = count(1)

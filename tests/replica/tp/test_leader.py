@@ -9,7 +9,7 @@ from omni_proxy.replica.models import tiny
 from omni_proxy.replica.models.text_model import load_text_model
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from omni_proxy.replica.pipeline.messages import Result, ResultChunk, StageFailure
-from omni_proxy.replica.text.stage import build
+from omni_proxy.replica.stages.text import build
 from tests.replica.api.api_fixture import opened
 from tests.replica.text.scheduler_harness import Loop, long_prompt, submission, undisturbed
 from tests.replica.weights.stage_fixture import checksum_of, running, save, weights_of

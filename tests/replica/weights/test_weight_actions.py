@@ -7,7 +7,7 @@ from safetensors.torch import save
 
 from omni_proxy.process_group.receiver import ThreadReceiver
 from omni_proxy.replica.pipeline.messages import ResultChunk, StageFailure
-from omni_proxy.replica.text.stage import build
+from omni_proxy.replica.stages.text import build
 from omni_proxy.replica.weights import live_tensors
 from omni_proxy.replica.weights.trainer_groups import ReceiveSettings
 from omni_proxy.replica.weights.weight_actions import ModelRank, WeightActions

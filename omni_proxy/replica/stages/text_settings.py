@@ -1,7 +1,6 @@
 """Parameters of the text stage, checked before a model is loaded, and the objects built from them.
 
-Invariant: a `TextSettings` holds values in range. This module imports neither the stage's factory
-nor the tensor-parallel leader: both import it.
+Invariant: a `TextSettings` holds values in range.
 """
 
 from __future__ import annotations

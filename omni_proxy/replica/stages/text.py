@@ -10,14 +10,14 @@ from typing import Any
 
 from omni_proxy.replica.kv_transfer.transfer_thread import TransferThread
 from omni_proxy.replica.models.text_model import ModelWorker
-from omni_proxy.replica.text.scheduler import TextScheduler
-from omni_proxy.replica.text.stage_settings import (
+from omni_proxy.replica.stages.text_settings import (
     TextSettings,
     batch_limits_and_cache,
     load_model,
     parse_settings,
     with_weight_operations,
 )
+from omni_proxy.replica.text.scheduler import TextScheduler
 from omni_proxy.replica.text.transfer_scheduler import TransferScheduler
 
 
@@ -48,7 +48,7 @@ def _scheduler(stage_name: str, settings: TextSettings) -> TextScheduler:
     text = load_model(settings)
     if settings.tp > 1:
         # Import tensor parallelism only if it is configured.
-        from omni_proxy.replica.tp.leader import start_leader
+        from omni_proxy.replica.stages.text_ranks import start_leader
 
         return start_leader(stage_name, text, settings)
     worker, parts = ModelWorker(text), batch_limits_and_cache(settings)

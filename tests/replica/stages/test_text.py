@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.replica.text.stage import build
+from omni_proxy.replica.stages.text import build
 from tests.replica.text.scheduler_harness import submission, undisturbed
 
 
