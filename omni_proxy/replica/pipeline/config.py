@@ -390,7 +390,7 @@ _OLD_MODULES = {
     for old, new in (
         ("stages." + "speak", "stages.synthesize"),
         ("stages." + "look", "stages.ocr"),
-        ("pipeline." + "merge", "pipeline.plan"),
+        ("pipeline." + "merge", "pipeline.config"),
         ("text.stage", "stages.text"),
     )
 }

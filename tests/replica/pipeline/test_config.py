@@ -238,9 +238,9 @@ def test_functions_that_cannot_be_imported_are_all_reported():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("omni_proxy.replica.stages.synthesize:build", "omni_proxy.replica.stages.synthesize"),
-        ("omni_proxy.replica.stages.ocr:build", "omni_proxy.replica.stages.ocr"),
-        ("omni_proxy.replica.pipeline.config:merge_fields", "omni_proxy.replica.pipeline.config"),
+        ("omni_proxy.replica.stages.speak:build", "omni_proxy.replica.stages.synthesize"),
+        ("omni_proxy.replica.stages.look:build", "omni_proxy.replica.stages.ocr"),
+        ("omni_proxy.replica.pipeline.merge:merge_fields", "omni_proxy.replica.pipeline.config"),
         ("omni_proxy.replica.text.stage:build", "omni_proxy.replica.stages.text"),
     ],
 )
