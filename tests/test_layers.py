@@ -115,6 +115,36 @@ def test_there_are_no_import_cycles_even_for_types():
     assert cycles(graph) == []
 
 
+def inside(folder: str, graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The imports between a folder's files and sub-folders; a sub-folder stands for all in it."""
+    start = f"{folder}."
+
+    def member(module: str) -> str:
+        return module.removeprefix(start).partition(".")[0]
+
+    imported: dict[str, set[str]] = {}
+    for module, others in graph.items():
+        if module.startswith(start):
+            members = {member(other) for other in others if other.startswith(start)}
+            imported.setdefault(member(module), set()).update(members - {member(module)})
+    return imported
+
+
+def test_the_files_and_folders_of_a_folder_import_each_other_one_way():
+    names = {name_of(path) for path in sources()}
+    graph = {name_of(path): imported_files(path, names) for path in sources()}
+    folders = {name_of(path) for path in sources() if path.name == "__init__.py"}
+    found = {folder: cycles(inside(folder, graph)) for folder in folders}
+    assert len(folders) > 50
+    assert {folder: groups for folder, groups in found.items() if groups} == {}
+
+
+def test_a_cycle_over_two_folders_is_found_although_no_file_has_one():
+    graph = {"p.a.low": set(), "p.b.one": {"p.a.low"}, "p.a.high": {"p.b.one"}, "p.c": {"p.a.high"}}
+    assert cycles(graph) == []
+    assert cycles(inside("p", graph)) == [{"a", "b"}]
+
+
 def test_the_files_on_the_path_of_a_post_are_few_and_import_only_later_ones():
     design = (ROOT / "docs/design.md").read_text()
     names = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \|", design, re.MULTILINE)
