@@ -68,8 +68,9 @@ class InFlight:
         if exchange.admitted:
             exchange.admitted = False
             self.in_flight -= 1
-        if exchange.held_bytes and not holds_bytes:
-            self.release_bytes(exchange)
+        if exchange.held_bytes and not holds_bytes:  # `release_bytes`, without its call
+            self.held_bytes -= exchange.held_bytes
+            exchange.held_bytes = 0
 
     def hold(self, exchange: Exchange, size: int) -> None:
         """Count `size` more bytes of its request as held in memory. Raises HttpError 503."""
