@@ -6,12 +6,26 @@ Pure: reads the services and changes nothing.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from omni_proxy.dataplane.accept.listeners import Listeners
 from omni_proxy.dataplane.downstream.connection import Connection
 from omni_proxy.dataplane.services import ExchangeServices
 
 MAX_CONNECTIONS = 100
+# The counters of GET /status that are summed over data-plane processes.
+COUNTERS: Final[Mapping[str, Callable[[ExchangeServices], int]]] = {
+    "accepted": lambda services: services.totals.accepted,
+    "failures": lambda services: services.loop.failures,
+    "failed_tls_handshakes": lambda services: services.totals.failed_handshakes,
+    "failed_proxy_headers": lambda services: services.totals.failed_proxy_headers,
+    "answers_across_versions": lambda services: services.totals.across_versions,
+}
+
+
+def counters(services: ExchangeServices) -> dict[str, int]:
+    return {name: read(services) for name, read in COUNTERS.items()}
 
 
 def admission_record(services: ExchangeServices) -> dict[str, int]:
@@ -29,16 +43,12 @@ def admission_record(services: ExchangeServices) -> dict[str, int]:
 
 def totals_record(services: ExchangeServices) -> dict[str, object]:
     """The totals; cheap for any number of connections."""
-    totals, loop = services.totals, services.loop
+    counts = counters(services)
     return {
-        "accepted": totals.accepted,
-        "connections": loop.connections,
-        "ended": dict(totals.ended),
-        "failures": loop.failures,
-        "failed_tls_handshakes": totals.failed_handshakes,
-        "failed_proxy_headers": totals.failed_proxy_headers,
-        "failed_proxy_introductions": totals.failed_proxy_headers,  # the old name, for one release
-        "answers_across_versions": totals.across_versions,
+        "connections": services.loop.connections,
+        "ended": dict(services.totals.ended),
+        **counts,
+        "failed_proxy_introductions": counts["failed_proxy_headers"],  # old name, for one release
     }
 
 

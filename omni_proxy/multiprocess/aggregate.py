@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
 from omni_proxy.dataplane.accept.listeners import ServedAt
-from omni_proxy.dataplane.status import MAX_CONNECTIONS
+from omni_proxy.dataplane.status import COUNTERS, MAX_CONNECTIONS
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.multiprocess.ipc import ProcessStats
@@ -26,10 +26,9 @@ from omni_proxy.routing.pinning import ResponseOwners
 from omni_proxy.routing.policies import Policy
 from omni_proxy.shared.watchdog import Watchdog
 
-COUNTS: Final = ("accepted", "failures", "failed_tls_handshakes", "answers_across_versions")
 # For a process that has not reported yet.
 NO_STATS: Final = ProcessStats(
-    counts=dict.fromkeys((*COUNTS, "rejected", "stalls"), 0),
+    counts=dict.fromkeys((*COUNTERS, "rejected", "stalls"), 0),
     ended={},
     connections=0,
     waiting=0,
@@ -126,8 +125,9 @@ class AggregateView:
         all_stats = self._all_stats()
         if not all_stats and not self._manager.exited_counts:
             return counts
-        for name in COUNTS:
+        for name in COUNTERS:
             counts[name] = int(str(counts[name])) + self._sum_of(name)
+        counts["failed_proxy_introductions"] = counts["failed_proxy_headers"]  # the old name
         ended = Counter(self._dataplane.services.totals.ended) + self._manager.exited_outcomes
         for stats in all_stats:
             ended.update(stats.ended)

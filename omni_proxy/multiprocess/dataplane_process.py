@@ -24,7 +24,7 @@ from omni_proxy.api_keys.key_table import KeyTable
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.downstream.connection import Connection
-from omni_proxy.dataplane.status import MAX_CONNECTIONS, connection_record
+from omni_proxy.dataplane.status import MAX_CONNECTIONS, connection_record, counters
 from omni_proxy.multiprocess.ipc import (
     AbortCommand,
     AbortedEvent,
@@ -358,10 +358,7 @@ class DataPlaneProcess:
         oldest = nsmallest(MAX_CONNECTIONS, tasks, key=lambda task: task.started_at)
         return ProcessStats(
             counts={
-                "accepted": dataplane.services.totals.accepted,
-                "failures": dataplane.loop.failures,
-                "failed_tls_handshakes": dataplane.services.totals.failed_handshakes,
-                "answers_across_versions": dataplane.services.totals.across_versions,
+                **counters(dataplane.services),
                 "rejected": dataplane.inflight.rejected,
                 "stalls": self._watchdog.stalls,
             },

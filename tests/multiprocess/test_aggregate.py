@@ -4,6 +4,8 @@ from types import SimpleNamespace
 from msgspec import structs
 
 from omni_proxy.config.parse import parse
+from omni_proxy.dataplane.services import Totals
+from omni_proxy.dataplane.status import counters, totals_record
 from omni_proxy.multiprocess.aggregate import NO_STATS, AggregateView, sum_stats
 from omni_proxy.multiprocess.process_manager import per_process_config, process_count
 from omni_proxy.shared.watchdog import Watchdog
@@ -56,6 +58,31 @@ def test_stalls_of_running_and_exited_processes_are_summed():
     watchdog.stalls = 1
     status = AggregateView(processes, watchdog).watchdog()
     assert status == {**watchdog.status(), "stalls": 6}
+
+
+def test_counters_of_running_and_exited_processes_are_summed():
+    totals = Totals()
+    totals.failed_handshakes, totals.failed_proxy_headers = 1, 2
+    services = SimpleNamespace(totals=totals, loop=SimpleNamespace(connections=0, failures=0))
+    stats = structs.replace(NO_STATS, counts={**NO_STATS.counts, "failed_proxy_headers": 3})
+    processes = SimpleNamespace(
+        dataplane=SimpleNamespace(
+            services=services, loop=services.loop, counts=lambda: totals_record(services)
+        ),
+        exited_counts=Counter(failed_proxy_headers=4),
+        exited_outcomes=Counter(),
+        handles=[SimpleNamespace(stats=stats)],
+    )
+    counts = AggregateView(processes, Watchdog()).counts()
+    assert counts["failed_tls_handshakes"] == 1
+    assert counts["failed_proxy_headers"] == counts["failed_proxy_introductions"] == 9
+
+
+def test_each_counter_of_a_process_is_in_its_report():
+    services = SimpleNamespace(totals=Totals(), loop=SimpleNamespace(connections=0, failures=0))
+    numbers = {name for name, value in totals_record(services).items() if isinstance(value, int)}
+    old_name = "failed_proxy_introductions"
+    assert numbers - {"connections", old_name} == set(counters(services))
 
 
 def test_a_statistic_that_cannot_be_summed_is_that_of_the_last_process():
