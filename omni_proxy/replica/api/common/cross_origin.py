@@ -33,8 +33,9 @@ MODEL_ROUTES: Final = frozenset(
         "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/generate",
         "/v1/audio/speech", "/v1/audio/speech/batch", "/v1/audio/speech/stream",
         "/v1/audio/speech/<request_id>", "/v1/audio/transcriptions", "/v1/audio/translations",
-        "/v1/audio/voices", "/v1/audio/voices/<name>", "/tokenize", "/detokenize", "/v1/tokenize",
-        "/v1/detokenize", "/v1/chat/completions/render", "/v1/completions/render",
+        "/v1/audio/diarizations", "/v1/audio/voices", "/v1/audio/voices/<name>",
+        "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize",
+        "/v1/chat/completions/render", "/v1/completions/render",
         "/inference/v1/generate", "/v1/messages", "/v1/messages/count_tokens",
         "/v1/responses", "/v1/responses/<response_id>", "/v1/responses/<response_id>/cancel",
     )

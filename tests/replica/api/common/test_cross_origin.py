@@ -9,6 +9,8 @@ from omni_proxy.replica.api.common.cross_origin import (
     READ_ROUTES,
     is_open,
 )
+from omni_proxy.replica.api.openapi_document import ALL_ENDPOINTS, HIDDEN
+from omni_proxy.routing.routes import MethodNotAllowed, match_route
 from tests.replica.api.api_fixture import opened
 
 # The only routes that a page of another origin may call with a method other than GET and HEAD.
@@ -18,7 +20,7 @@ POST /v1/completions/render  POST /v1/embeddings  POST /v1/messages
 POST /v1/messages/count_tokens  POST /v1/responses  DELETE /v1/responses/x
 POST /v1/responses/x/cancel  POST /v1/audio/speech  POST /v1/audio/speech/batch
 POST /v1/audio/voices  DELETE /v1/audio/voices/x  POST /v1/audio/transcriptions
-POST /v1/audio/translations  POST /generate  POST /inference/v1/generate
+POST /v1/audio/translations  POST /v1/audio/diarizations  POST /generate  POST /inference/v1/generate
 POST /tokenize  POST /detokenize  POST /v1/tokenize  POST /v1/detokenize
 """
 CHANGING_WITH_GET = "GET /flush_cache  GET /weights_checker  GET /get_weights_by_name"
@@ -116,6 +118,28 @@ async def test_a_valid_key_overrides_the_origin_check(keyless):
     client = api.app.test_client()
     assert (await client.post("/flush_cache", headers=headers)).status_code != 403
     assert (await client.post("/flush_cache", headers=FOREIGN[0])).status_code == 401
+
+
+async def test_all_routes_of_text_and_audio_are_model_routes(keyless):
+    served = {
+        rule.rule
+        for rule in keyless.app.url_map.iter_rules()
+        if rule.websocket
+        or (rule.endpoint not in HIDDEN and ALL_ENDPOINTS[rule.endpoint].tag in ("text", "audio"))
+    }
+    assert served == MODEL_ROUTES
+
+
+def test_the_proxy_relays_all_model_routes_but_the_one_that_every_replica_refuses():
+    paths = {re.sub("<[^>]*>", "x", rule) for rule in MODEL_ROUTES}
+    assert {path for path in paths if not _is_relayed(path)} == {"/v1/audio/diarizations"}
+
+
+def _is_relayed(path):
+    try:
+        return match_route("TRACE", path) is not None
+    except MethodNotAllowed:
+        return True
 
 
 async def test_only_listed_routes_are_open(keyless):
