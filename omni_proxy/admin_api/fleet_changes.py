@@ -20,7 +20,6 @@ from quart import request
 
 from omni_proxy.admin_api.responses import if_match, raise_on_mismatch, warn
 from omni_proxy.admin_api.services import DataPlaneView, WorkerServices
-from omni_proxy.config.fields import KvConnector
 from omni_proxy.config.overlay import (
     SavedState,
     StateWorker,
@@ -37,6 +36,7 @@ from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore, Edit
+from omni_proxy.shared.engine_protocol import KvConnector
 from omni_proxy.upstream_http.client import Call, call_worker
 from omni_proxy.upstream_http.resolver import (
     REASON,

@@ -10,8 +10,14 @@ from typing import Final, get_args
 
 from omni_proxy.admin_api.worker_requests import ROLE_KEYS, SMG_PATCH, SMG_PREFIXES, SMG_SPEC
 from omni_proxy.api_keys.caller import REASONS
-from omni_proxy.config.fields import CAPABILITIES, MAX_SECS, MAX_WEIGHT, KvConnector, Role
+from omni_proxy.config.fields import (
+    CAPABILITIES,
+    MAX_SECS,
+    MAX_WEIGHT,
+    Role,
+)
 from omni_proxy.fleet.health_state import Health
+from omni_proxy.shared.engine_protocol import KvConnector
 from omni_proxy.shared.origins import MAX_PORT
 from omni_proxy.wire.bounded_json import MAX_INTEGER
 from omni_proxy.wire.load_report import MAX_RANKS

@@ -18,7 +18,6 @@ from omni_proxy.admin_api.fleet_changes import gateway_id
 from omni_proxy.config.fields import (
     CAPABILITIES,
     MAX_WEIGHT,
-    KvConnector,
     Role,
     read_kv_events,
     read_kv_replay,
@@ -27,6 +26,7 @@ from omni_proxy.config.url import normalize_url
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.shared.engine_protocol import KvConnector
 from omni_proxy.shared.origins import MAX_PORT
 from omni_proxy.wire.bounded_json import MAX_INTEGER
 from omni_proxy.wire.errors import bad_request

@@ -42,7 +42,8 @@ from omni_proxy.cli.terminal_text import (
     render_table,
     strip_noise,
 )
-from omni_proxy.config.fields import CAPABILITIES, KvConnector, Role
+from omni_proxy.config.fields import CAPABILITIES, Role
+from omni_proxy.shared.engine_protocol import KvConnector
 
 REFUSED: Final = 1
 # A reply may wait for a weight update, for a probe, or for the end of a drain.

@@ -301,8 +301,6 @@ Capabilities: TypeAlias = Annotated[tuple[Capability, ...], Meta(min_length=1)]
 
 # The part of a request that a worker computes: all of it, only the prompt, or only the completion.
 Role = Literal["regular", "prefill", "decode"]
-KvConnector = Literal["sglang", "nixl", "mooncake"]
-DEFAULT_BOOTSTRAP_PORT: Final = 8998  # SGLang's and vLLM's default
 PortOrZero = Annotated[int, Meta(ge=0, le=MAX_PORT)]
 Ranks: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_RANKS)] | Literal["auto"]
 # 0: the value of routing.ranks.

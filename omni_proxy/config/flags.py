@@ -10,12 +10,12 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from omni_proxy.config.fields import KvConnector
 from omni_proxy.config.problem import ConfigError, Problem, format_path, to_toml_literal
 from omni_proxy.config.schema import Config, LaunchEntry, WorkerEntry
 from omni_proxy.config.tables.discover import DiscoverEntry
 from omni_proxy.config.url import normalize_url, split_rank
 from omni_proxy.config.validate import check_rules, walk
+from omni_proxy.shared.engine_protocol import KvConnector
 
 FLAGS: Final = {
     "--host": "server.host",

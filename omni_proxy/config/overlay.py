@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import structs
 
-from omni_proxy.config.fields import CAPABILITIES, Capability, KvConnector
+from omni_proxy.config.fields import CAPABILITIES, Capability
 from omni_proxy.config.schema import Config, LaunchEntry, WorkerEntry
 from omni_proxy.config.state import (
     FLAG_FINGERPRINT,
@@ -23,6 +23,7 @@ from omni_proxy.config.state import (
     read_state,
     render_state,
 )
+from omni_proxy.shared.engine_protocol import KvConnector
 
 __all__ = [
     "DisabledBy",

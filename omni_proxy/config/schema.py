@@ -11,7 +11,6 @@ from msgspec import Meta, Struct
 from omni_proxy.config.api_keys import CallerKey, KeySource
 from omni_proxy.config.fields import (
     CAPABILITIES,
-    DEFAULT_BOOTSTRAP_PORT,
     Address,
     AtLeastOne,
     BodyKey,
@@ -53,6 +52,7 @@ from omni_proxy.config.tables.cluster import ClusterConfig
 from omni_proxy.config.tables.discover import DiscoverEntry
 from omni_proxy.config.tables.picker import PickerConfig
 from omni_proxy.config.url import normalize_url
+from omni_proxy.shared.engine_protocol import DEFAULT_BOOTSTRAP_PORT
 
 
 class TimeoutsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,12 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, cast, get_args
 
-from omni_proxy.config.fields import KvConnector, Role
+from omni_proxy.config.fields import Role
 from omni_proxy.config.overlay import Discovered, FoundWorker
 from omni_proxy.config.schema import WorkerEntry
 from omni_proxy.config.tables.discover import DiscoverEntry, matches, parse_selector
 from omni_proxy.config.url import normalize_url
 from omni_proxy.discovery.members import SourceEndpoint, SourceMember, SourceMembers
+from omni_proxy.shared.engine_protocol import KvConnector
 from omni_proxy.shared.origins import MAX_PORT
 
 _BLANK: Final = re.compile(r"[ \t\r\n]*")

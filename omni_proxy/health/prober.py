@@ -31,6 +31,7 @@ from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.shared.engine_protocol import INSTANCE_HEADER
 from omni_proxy.system.fd_limit import is_resource_exhaustion
 from omni_proxy.upstream_http.client import Call, WorkerClient, build_request, read_bounded
 from omni_proxy.upstream_http.resolver import RefusedAddress, addresses
@@ -57,7 +58,6 @@ OUT_INTERVAL_SECS = 10.0  # most for a worker out of rotation, however long the 
 MAX_PARALLEL_PROBES = 256  # with more, the proxy's own CPU time would cause time-outs
 BODY_BYTES = 65536
 CLOSE_SECS = 1
-INSTANCE_HEADER = "x-omni-instance"
 INSTANCE_KEYS = ("instance", "instance_id", "start_time", "started_at")  # of a health response body
 # ValueError: an endpoint or a key of the configuration that can't be written into a request.
 _PROBE_ERRORS = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, RefusedAddress)

@@ -143,7 +143,7 @@ async def crowd(opened: RunningDataPlane, count: int, *kinds: Hostile) -> None:
 def _no_log_records_and_short_timeouts(monkeypatch, caplog):
     """Log records would count as leaked memory."""
     caplog.set_level("CRITICAL", logger="omni_proxy")
-    monkeypatch.setattr(relay, "CONFIG_SECS", 0.1)
+    monkeypatch.setattr(relay, "SPEECH_CONFIG_SECS", 0.1)
     monkeypatch.setattr(relay, "CLOSE_SECS", 0.1)
 
 

@@ -14,6 +14,7 @@ from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.flags.peer_flags import add_ignored_flags, add_mapped_flags
 from omni_proxy.config.fields import POLICIES, read_address
 from omni_proxy.config.flags import FLAG_ALIASES, FLAGS
+from omni_proxy.shared.engine_protocol import DEFAULT_BOOTSTRAP_PORT
 
 USAGE: Final = "omni-proxy [COMMAND] [FLAGS]"
 ABOUT: Final = "Reverse proxy and router for LLM inference servers."
@@ -199,7 +200,8 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
     add("--kv-connector", dest="replica_connector", choices=["sglang", "nixl", "mooncake"],
         default="", help="how prefill replicas pass KV caches (default sglang)")  # fmt: skip
     add("--bootstrap-base-port", dest="bootstrap_base_port", metavar="PORT", type=_count,
-        default=8998, help="first bootstrap port of prefill replicas (default 8998)")  # fmt: skip
+        default=DEFAULT_BOOTSTRAP_PORT,
+        help="first bootstrap port of prefill replicas (default %(default)s)")  # fmt: skip
     add("--model-path", metavar="MODEL", default="smollm2-135m",
         help="tiny, smollm2-135m (default), or what the engine can load")  # fmt: skip
     add("--engine", choices=engines,

@@ -35,6 +35,11 @@ from omni_proxy.routing.inspect.requirements import (
     inspect_session,
 )
 from omni_proxy.routing.pinning import pin_to_rank, pin_to_voice_owner
+from omni_proxy.shared.engine_protocol import (
+    SPEECH_CONFIG_BYTES,
+    SPEECH_CONFIG_SECS,
+    SPEECH_MESSAGE_BYTES,
+)
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.websocket import (
@@ -46,11 +51,8 @@ from omni_proxy.wire.websocket import (
     is_application_code,
 )
 
-CONFIG_SECS: Final = 10.0
-CONFIG_BYTES: Final = 15_029_592
 CONFIG_READ_BYTES: Final = 32768  # bounds the work of parsing the smallest frames
 BYTES_PER_READ: Final = 1024  # parsing this many bytes of tiny frames costs as much as a read
-MESSAGE_BYTES: Final = 131072
 CLOSE_SECS: Final = 2.0  # how long both sides may take to reply to the close frame
 
 
@@ -135,8 +137,8 @@ class _Session:
 
     async def _first_message(self) -> str | bytes:
         io = self.io
-        limit = min(io.settings.limits.max_body, CONFIG_BYTES)
-        io.set_timeout("config", CONFIG_SECS)
+        limit = min(io.settings.limits.max_body, SPEECH_CONFIG_BYTES)
+        io.set_timeout("config", SPEECH_CONFIG_SECS)
         chunk, io.rest = io.rest, b""
         try:
             while True:
@@ -220,7 +222,7 @@ class _Session:
         return True
 
     def _send_client_messages(self) -> None:
-        limit = min(self.io.settings.limits.max_body, MESSAGE_BYTES)
+        limit = min(self.io.settings.limits.max_body, SPEECH_MESSAGE_BYTES)
         while (message := self._next_client_message(limit)) is not None:
             self.up.send(message)
 

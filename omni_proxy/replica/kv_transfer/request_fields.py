@@ -17,16 +17,14 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct
 
+from omni_proxy.shared.engine_protocol import BOOTSTRAP_ROOMS, DEFAULT_BOOTSTRAP_PORT, KvConnector
 from omni_proxy.shared.origins import MAX_PORT
 
 Role = Literal["null", "prefill", "decode"]
-Connector = Literal["sglang", "nixl", "mooncake"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
-CONNECTORS: Final[tuple[Connector, ...]] = get_args(Connector)
-DEFAULT_BOOTSTRAP_PORT: Final = 8998  # of SGLang and of Mooncake
+CONNECTORS: Final[tuple[KvConnector, ...]] = get_args(KvConnector)
 
 PARAMS: Final = "kv_transfer_params"
-MAX_ROOM: Final = 2**63 - 1
 MAX_NAME_CHARS: Final = 255
 # SGLang's message for a request that was not prepared by a router.
 NO_ROOM = (
@@ -84,7 +82,7 @@ class TransferFields:
     """Reads the fields for a replica with this role; `port` replaces a port that is null."""
 
     role: Role = "null"
-    connector: Connector = "sglang"
+    connector: KvConnector = "sglang"
     port: int = DEFAULT_BOOTSTRAP_PORT
 
     def specs(
@@ -117,7 +115,7 @@ class TransferFields:
         if not isinstance(rooms, list) or len(rooms) != count:
             raise InvalidTransfer(f"bootstrap_room must be a room, or a list of {count} rooms")
         for room in rooms:
-            if type(room) is not int or not 0 <= room <= MAX_ROOM:
+            if type(room) is not int or not 0 <= room < BOOTSTRAP_ROOMS:
                 raise InvalidTransfer(
                     f"bootstrap_room must be within 0 and 2**63 - 1: {room!r:.40}"
                 )

@@ -16,12 +16,11 @@ from typing import Any, Final
 
 from omni_proxy.replica.kv_transfer.request_fields import (
     CONNECTORS,
-    DEFAULT_BOOTSTRAP_PORT,
     ROLES,
-    Connector,
     Role,
 )
 from omni_proxy.replica.option_types import count, deadline, port_or_0
+from omni_proxy.shared.engine_protocol import DEFAULT_BOOTSTRAP_PORT, KvConnector
 from omni_proxy.shared.origins import MAX_PORT
 
 LOOPBACK: Final = ("127.0.0.0/8", "::1/128")
@@ -41,7 +40,7 @@ class TransferSettings:
     """
 
     role: Role = "null"
-    connector: Connector = "sglang"
+    connector: KvConnector = "sglang"
     host: str = "127.0.0.1"
     port: int = DEFAULT_BOOTSTRAP_PORT
     advertise: str = ""
@@ -178,8 +177,8 @@ def transfer_params(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"kv_transfer": settings}
 
 
-def connector_of(arguments: argparse.Namespace) -> Connector:
-    default: Connector = "nixl" if arguments.dialect == "vllm" else "sglang"
+def connector_of(arguments: argparse.Namespace) -> KvConnector:
+    default: KvConnector = "nixl" if arguments.dialect == "vllm" else "sglang"
     return arguments.kv_connector or default
 
 

@@ -26,12 +26,11 @@ from omni_proxy.replica.weights.trainer_groups import (
     PendingTransfer,
     TrainerGroups,
 )
-
-GROUP_NAME = "weight_update_group"
+from omni_proxy.shared.engine_protocol import DEFAULT_WEIGHT_GROUP
 
 
 def group_name(payload: dict[str, Any]) -> str:
-    return str(payload.get("group_name") or GROUP_NAME)
+    return str(payload.get("group_name") or DEFAULT_WEIGHT_GROUP)
 
 
 def parse_deadline(payload: dict[str, Any], default_secs: float) -> float:

@@ -29,14 +29,14 @@ from omni_proxy.routing.inspect.body_fields import (
 )
 from omni_proxy.routing.inspect.json_splice import Edits, JsonText, splice
 from omni_proxy.routing.policies.policy import RandomBelow
+from omni_proxy.shared.engine_protocol import BOOTSTRAP_ROOMS
 from omni_proxy.wire.errors import HttpError, bad_request
 from omni_proxy.wire.response import UpstreamProtocolError
 
-ROOMS: Final = 2**63  # rooms are 0 to ROOMS - 1
 RID_BITS: Final = 128
 RID_CHARS: Final = RID_BITS // 4
 ROOM_BITS: Final = 63
-ROOM_MASK: Final = ROOMS - 1
+ROOM_MASK: Final = BOOTSTRAP_ROOMS - 1
 # 2**n - 1 instead of 2**n: for a bound one bit longer, half of the draws would be rejected.
 MAX_DRAWN: Final = 2 ** (RID_BITS + ROOM_BITS) - 1
 _KEYS: Final = b'"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":%b,"rid":%b'
@@ -111,7 +111,7 @@ def sglang_legs(
         rooms = b"%d" % (number & ROOM_MASK)
     else:
         hosts, ports = _repeated(hosts, size), _repeated(ports, size)
-        rooms = b"[%b]" % b",".join(b"%d" % random_below(ROOMS) for _ in range(size))
+        rooms = b"[%b]" % b",".join(b"%d" % random_below(BOOTSTRAP_ROOMS) for _ in range(size))
         if path != CHAT:  # the choices of a chat share one id
             rids = b"[%b]" % b",".join(b'"%b_%d"' % (rid.encode(), n) for n in range(size))
     edits = {

@@ -20,9 +20,9 @@ import msgspec
 from omni_proxy.process_group.rendezvous import NCCL, Rendezvous, validated_address
 from omni_proxy.process_group.tensor_plan import ITEM_BYTES, GroupError, parse_plans
 from omni_proxy.shared.decoding import MALFORMED
+from omni_proxy.shared.engine_protocol import DEFAULT_WEIGHT_GROUP
 from omni_proxy.weight_sync.protocol.rank_layout import RankRange
 
-GROUP_NAME: Final = "weight_update_group"
 LARGE_BYTES: Final = 256 * 1024  # parsing more than this would block the event loop for too long
 
 
@@ -137,7 +137,7 @@ def parse_group_name(body: Mapping[str, Any]) -> str:
     """Raises GroupError if the name is not a non-empty string."""
     name = body.get("group_name")
     if name is None:
-        return GROUP_NAME
+        return DEFAULT_WEIGHT_GROUP
     if not isinstance(name, str) or not name:
         raise GroupError(f"group_name must be a non-empty string, not {name!r}")
     return name

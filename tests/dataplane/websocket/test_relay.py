@@ -232,7 +232,7 @@ async def test_with_a_queue_a_session_waits_for_a_worker():
 
 
 async def test_a_silent_client_gets_a_config_timeout(monkeypatch):
-    monkeypatch.setattr(relay, "CONFIG_SECS", 0.01)
+    monkeypatch.setattr(relay, "SPEECH_CONFIG_SECS", 0.01)
     async with run_proxy(Worker(serve_speech)) as proxy, proxy.client() as client:
         error = await client.receive_error()
         assert error["message"] == "session.config was not received before timeout"

@@ -34,8 +34,8 @@ from omni_proxy.replica.api.native.metrics import load_report, load_summary
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.kv_events.settings import sglang_source
 from omni_proxy.replica.pipeline.requests import GenerateRequest, RequestFailed, SamplingParams
+from omni_proxy.shared.engine_protocol import INSTANCE_HEADER
 
-INSTANCE_HEADER = "x-omni-instance"
 HEALTH_KEYS = (
     "status",
     "running",

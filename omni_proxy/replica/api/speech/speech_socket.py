@@ -37,11 +37,13 @@ from omni_proxy.replica.api.speech.speech_service import (
 )
 from omni_proxy.replica.api.speech.speech_stream import SampleRateGuard
 from omni_proxy.replica.pipeline.client import GenerateRequest
+from omni_proxy.shared.engine_protocol import (
+    SPEECH_CONFIG_BYTES,
+    SPEECH_CONFIG_SECS,
+    SPEECH_MESSAGE_BYTES,
+)
 
-CONFIG_SECS: Final = 10.0
 IDLE_SECS: Final = 30.0
-CONFIG_BYTES: Final = 15_029_592  # 10 MiB of reference audio in base64, and 1 MiB of the rest
-FRAME_BYTES: Final = 128 * 1024
 HELD_CHARS: Final = 256 * 1024
 WAITING_FRAMES: Final = 16
 AUDIO_FRAME_BYTES: Final = 256 * 1024  # clients commonly refuse messages above 1 MiB
@@ -179,12 +181,12 @@ class _Session:
 
     async def _configure(self) -> _SentenceSpeaker:
         """Receive the first message and answer it. Raises _SessionEnd."""
-        with trio.move_on_after(CONFIG_SECS) as timeout:
+        with trio.move_on_after(SPEECH_CONFIG_SECS) as timeout:
             frame = await self._socket_events.receive_frame()
         if timeout.cancelled_caught:
             raise _SessionEnd(POLICY, "session.config was not received before timeout")
         try:
-            config = parse_session_config(_message(frame, CONFIG_BYTES))
+            config = parse_session_config(_message(frame, SPEECH_CONFIG_BYTES))
             self._service.check(config.request, with_input=False)
             template = await self._service.to_generate_request(
                 config.request, stream=config.stream_audio
@@ -215,7 +217,7 @@ class _Session:
             if timeout.cancelled_caught:
                 raise _SessionEnd(POLICY, f"no message was received for {IDLE_SECS:g} seconds")
             try:
-                if await self._handle(_message(frame, FRAME_BYTES), speaker):
+                if await self._handle(_message(frame, SPEECH_MESSAGE_BYTES), speaker):
                     return
             except SpeechError as error:
                 await self._socket_events.send_error(error)
