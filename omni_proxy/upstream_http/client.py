@@ -13,7 +13,6 @@ response has: h11 parses everything that one read returned, and httpx reads 64 K
 from __future__ import annotations
 
 import json
-import os
 import ssl
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
@@ -30,6 +29,7 @@ from omni_proxy.admin_ops.engine_paths import FLUSH_CACHE, RESET_PREFIX_CACHE
 from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.system.tls_contexts import client_context
+from omni_proxy.upstream_http.credentials import headers_with_own_key
 from omni_proxy.wire.bounded_json import read_json
 from omni_proxy.wire.forwarded import HOP_FIELD
 
@@ -266,7 +266,8 @@ def build_request(
     """A request to `address`, a literal address of the worker, with the host name in the worker's
     URL as Host and SNI."""
     base = httpx.URL("http://localhost" if worker.url.startswith("unix:") else worker.url)
-    headers = {"host": base.netloc.decode("ascii"), **call.headers, **_credentials(worker)}
+    host = {"host": base.netloc.decode("ascii")}
+    headers = host | dict(headers_with_own_key(worker, call.headers))
     headers |= _hop_headers(worker, call.headers)
     extensions = {"sni_hostname": base.host} if base.scheme == "https" else {}
     if not isinstance(address, str):
@@ -285,11 +286,6 @@ def _hop_headers(worker: Worker, headers: Mapping[str, str]) -> dict[str, str]:
     proxy_id = worker.hop_line.decode("ascii").partition(": ")[2].strip()
     marks = ", ".join(hop for hop in (previous, proxy_id) if hop)
     return {HOP_FIELD: marks} if proxy_id else {}
-
-
-def _credentials(worker: Worker) -> dict[str, str]:
-    key = os.environ.get(worker.api_key_env, "") if worker.api_key_env else ""
-    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 async def read_bounded(response: httpx.Response, max_bytes: int) -> bytes | None:

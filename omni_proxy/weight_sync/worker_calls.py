@@ -21,6 +21,7 @@ from omni_proxy.admin_ops.results import WorkerResult, parsed, version_of
 from omni_proxy.admin_ops.routes import CONTINUE, AdminRoute
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import JSON_TYPE, ROUTE_ABSENT, Call, call_worker, flush_cache
+from omni_proxy.upstream_http.credentials import credentials_of
 from omni_proxy.weight_sync.protocol.checksum_agreement import Verdict, compare_answers
 
 MAX_RESPONSE_BYTES = 64 * 1024 * 1024  # a checksum response lists every tensor
@@ -64,8 +65,7 @@ class AdminCall:
     @property
     def credentials(self) -> dict[str, str]:
         """Headers for further calls to the workers on behalf of this one."""
-        key = self.headers.get("authorization")
-        return {"authorization": key} if key else {}
+        return credentials_of(self.headers)
 
     @property
     def engine_call(self) -> EngineCall:

@@ -20,10 +20,11 @@ from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
 from omni_proxy.dataplane.upstream.outgoing_body import changed_parts
-from omni_proxy.dataplane.upstream.pool import ResponseStart, UpstreamPool, with_key
+from omni_proxy.dataplane.upstream.pool import ResponseStart, UpstreamPool
 from omni_proxy.dataplane.upstream.response_reports import host_line_of, read_load, take_load
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.system.fd_limit import is_resource_exhaustion
+from omni_proxy.upstream_http.credentials import lines_with_own_key
 from omni_proxy.wire.errors import HttpError, UpstreamError
 from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
 from omni_proxy.wire.header_fields import RANK_HINT, RANK_NAME
@@ -227,7 +228,7 @@ def _encode(
     if exchange.trace is not None:
         lines = exchange.trace.lines_for_attempt(lines, exchange.sent_to, exchange.sent_at)
     if worker is not None and worker.api_key_env:
-        lines = with_key(worker, lines)
+        lines = lines_with_own_key(worker, lines)
     if body_stream is not None:
         return [body_stream.start_stream(lines + host_line)]
     if not (body or head.length or head.method in (b"POST", b"PUT", b"PATCH")):

@@ -49,11 +49,12 @@ from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import EventHandler, PhaseTimeout
 from omni_proxy.dataplane.relay.response_relay import diagnostic_fields
 from omni_proxy.dataplane.upstream.outgoing_body import find_spans, parts_for_target
-from omni_proxy.dataplane.upstream.pool import UpstreamPool, with_key
+from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.plain_body import read_plain_body
 from omni_proxy.routing.inspect.requirements import Requirements, requirements_of_fields
 from omni_proxy.routing.pinning import body_for_rank
+from omni_proxy.upstream_http.credentials import lines_with_own_key
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 
@@ -241,7 +242,7 @@ class FastPath(EventHandler):
         trace = exchange.trace  # sampled, or None
         if trace is not None:
             trace_parts(trace, lines, self.cached.trace_index, target, self._io.loop.now)
-        return [with_key(target.worker, b"".join(lines))]
+        return [lines_with_own_key(target.worker, b"".join(lines))]
 
     def _body_for(self, exchange: Exchange, need: Requirements, body: bytes) -> bytes:
         """The body with the model of an alias's target, and the key that names a rank. Raises

@@ -53,7 +53,7 @@ from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.upstream.outgoing_body import parts_for_target
-from omni_proxy.dataplane.upstream.pool import UpstreamPool, with_key
+from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.body_fields import BodyFields, decode_body
@@ -74,6 +74,7 @@ from omni_proxy.routing.kv_transfer.sglang import (
     sglang_legs,
 )
 from omni_proxy.routing.pinning import may_name_rank
+from omni_proxy.upstream_http.credentials import lines_with_own_key
 from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
 
 
@@ -196,7 +197,7 @@ class FastPairPath(FastPath):
             self._lines = text if self._with_rid is None else without_encoding(text)
         else:
             text = self._vllm_lines(lines, exchange.request_id, is_read=waits)
-        text = with_key(prefill, text) if prefill.api_key_env else text
+        text = lines_with_own_key(prefill, text) if prefill.api_key_env else text
         for_prefill, for_decode = bodies
         size = len(for_prefill)
         length_line = LENGTHS[size][1] if size < CACHED_LENGTHS else length_lines(size)[1]
@@ -322,7 +323,7 @@ class FastPairPath(FastPath):
         self._pool = pool
         lines, worker = self._lines, exchange.worker
         if worker is not None and worker.api_key_env:
-            lines = with_key(worker, lines)
+            lines = lines_with_own_key(worker, lines)
         request = encode_request(pool.host_line, [lines], length_line, body)
         start_waiting(io, exchange, io.settings.limits.response_head)
         upstream.write_soon(request)

@@ -7,7 +7,6 @@ never returns to its pool.
 
 from __future__ import annotations
 
-import os
 import ssl
 from collections.abc import Collection
 from typing import Final
@@ -24,7 +23,6 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.system.tls_contexts import client_context, tls_error_text
 from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
 from omni_proxy.wire.load_report import LOAD_FORMAT_LINE
-from omni_proxy.wire.request import set_bearer
 from omni_proxy.wire.response import UpstreamResponse
 
 IDLE_SECS: Final = 30.0  # shorter than the keep-alive of any known server, the admin API's included
@@ -317,9 +315,3 @@ class ResponseStart(msgspec.Struct, gc=False):
             self.pool.release(self.stream)
         else:
             self.stream.close()
-
-
-def with_key(worker: Worker, lines: bytes) -> bytes:
-    """The lines of a head with the worker's own key, if it has one and its variable is set."""
-    key = os.environ.get(worker.api_key_env, "") if worker.api_key_env else ""
-    return set_bearer(lines, key.encode("latin-1", "replace")) if key else lines

@@ -18,8 +18,8 @@ from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.upstream.acquire import report_failure, report_success
-from omni_proxy.dataplane.upstream.pool import with_key
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.upstream_http.credentials import lines_with_own_key
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.response import UpstreamProtocolError, check_interim, find_response_head_end
@@ -84,7 +84,7 @@ async def _open(
         upstream = io.upstream = await pool.dial(io)
         exchange.sent_at = io.loop.now
         io.phase = "wait"
-        lines = with_key(worker, lines_for_rank(exchange, head))
+        lines = lines_with_own_key(worker, lines_for_rank(exchange, head))
         if exchange.trace is not None:
             lines = exchange.trace.lines_for_attempt(lines, exchange.sent_to, io.loop.now)
         await io.write(upstream, encode_handshake(lines, pool.host_line, nonce))

@@ -10,7 +10,6 @@ if that fails, it is used for another `FRESH_SECS`. The owner calls `forget_all_
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from ipaddress import ip_address
 from typing import Final
@@ -29,6 +28,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.picker.ext_proc.messages import PREFILLER, Destination
 from omni_proxy.picker.ext_proc.stream import ProxiedRequest
 from omni_proxy.picker.picker import Picker, PickRequest, head_of
+from omni_proxy.upstream_http.credentials import API_KEY_HEADER, bearer, own_key
 from omni_proxy.upstream_http.resolver import RefusedAddress, addresses
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.header_fields import RANK_NAME
@@ -255,9 +255,10 @@ class EnvoyPicks:
         worker = target.worker
         if isinstance(target, DpRank):
             headers[RANK_NAME.decode()] = str(target.index)
-        key = os.environ.get(worker.api_key_env, "") if worker.api_key_env else ""
+        key = own_key(worker)
         if key:
-            headers["authorization"] = f"Bearer {key}"
+            headers |= bearer(key)
+            removed += (API_KEY_HEADER,)
         elif self._services.settings.callers.keyed:
             removed += tuple(sorted(name.decode() for name in KEY_FIELDS))
         parts = changed_parts(exchange)

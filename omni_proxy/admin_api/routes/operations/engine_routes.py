@@ -31,6 +31,7 @@ from omni_proxy.upstream_http.client import (
     flush_cache,
     generate_token,
 )
+from omni_proxy.upstream_http.credentials import credentials_of
 from omni_proxy.weight_sync.weight_operations import WeightOperations
 from omni_proxy.wire.errors import HttpError
 
@@ -200,9 +201,7 @@ def _info_of_models(models: object) -> dict[str, object] | None:
 
 
 def _credentials() -> dict[str, str]:
-    """The Authorization of the request, which a worker's configured key replaces."""
-    credentials = forwarded_headers(request.headers).get("authorization")
-    return {"authorization": credentials} if credentials else {}
+    return credentials_of(forwarded_headers(request.headers))
 
 
 def _no_response_error(name: str, reasons: Mapping[str, str]) -> HttpError:

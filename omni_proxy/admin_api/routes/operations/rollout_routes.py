@@ -20,6 +20,7 @@ from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.services import DataPlaneView
 from omni_proxy.admin_api.streamed_body import RETRY, Body, Places
 from omni_proxy.admin_ops.routes import ROLLOUT
+from omni_proxy.upstream_http.credentials import credentials_of
 from omni_proxy.weight_sync.rollout.progress import RolloutProgress
 from omni_proxy.weight_sync.rollout.request import parse_rollout
 from omni_proxy.weight_sync.rollout.service import RolloutCall
@@ -92,13 +93,12 @@ class RolloutRoutes:
         """202 once the rollout is planned and recorded; the events and its location have its
         outcome."""
         parsed = parse_rollout(await json_object())
-        key = forwarded_headers(request.headers).get("authorization")
         reply = await self._weight_operations.start_rollout(
             RolloutCall(
                 parsed,
                 await self._selectors.urls(request.args.get("selector")),
                 caller(),
-                {"authorization": key} if key else {},
+                credentials_of(forwarded_headers(request.headers)),
             )
         )
         if reply.ok and _wants_events():
