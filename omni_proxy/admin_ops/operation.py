@@ -127,20 +127,19 @@ class Operation:
     def on_result(self, result: WorkerResult) -> None:
         self.results[result.worker] = result
 
-    def progress(self) -> list[dict[str, object]]:
-        """A row for each target: waiting, called, or its result."""
-        return [self._row(url) for url in self.targets]
+    @property
+    def has_called(self) -> bool:
+        """Whether workers have been called."""
+        return _ORDER.index(self.step) >= _ORDER.index(Step.CALLING)
 
-    def status(self, at: float) -> dict[str, object]:
-        return {
-            "id": self.id,
-            "path": self.route.path,
-            "caller": self.caller,
-            "step": self.step.value,
-            "age_secs": round(at - self.requested_at, 3),
-            "step_secs": round(at - self.since, 3) if self.since else 0.0,
-            "workers": self.progress(),
-        }
+    @property
+    def failed_targets(self) -> list[str]:
+        """Targets that failed or have no result."""
+        return [
+            url
+            for url in self.targets
+            if (result := self.results.get(url)) is None or not result.success
+        ]
 
     def describe(self, at: float) -> str:
         """A sentence for a caller that waits for this operation."""
@@ -149,15 +148,3 @@ class Operation:
         if self.step is Step.CALLING:
             text += f", {len(self.results)} of {len(self.targets)} workers have answered"
         return text
-
-    def _row(self, url: str) -> dict[str, object]:
-        result = self.results.get(url)
-        if result is None:
-            called = _ORDER.index(self.step) >= _ORDER.index(Step.CALLING)
-            return {"worker": url, "progress": "asked" if called else "waiting"}
-        return {
-            "worker": url,
-            "progress": "done" if result.success else "failed",
-            "seconds": result.secs,
-            **({} if result.success else {"reason": result.reason}),
-        }

@@ -4,8 +4,8 @@ A worker succeeded if it returned a 2xx whose JSON has no `"success": false`. Th
 succeeded if all workers did: 200, else 502 with every result. GET /model_info (11.3): a field has
 the value that all reporting workers agree on, else null; several weight versions are a 409.
 GET /get_weights_by_name (api-server.md 9.1): the array that all workers return, else an error with
-every result. Invariant: `success`, `message` and `status` are at the top level of every response
-and every error.
+every result. The JSON is the engines' format, which this module defines. Invariant:
+`success`, `message` and `status` are at the top level of every response and every error.
 """
 
 from __future__ import annotations

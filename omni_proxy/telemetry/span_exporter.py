@@ -191,13 +191,11 @@ def encode_operation_span(
     parent = parse_traceparent(operation.trace_parent.encode("latin-1", "replace"))
     if parent is not None and not parent.sampled:
         return None
-    rows = operation.progress()
-    failed = [str(row["worker"]) for row in rows if row["progress"] != "done"]
     attributes: dict[str, Attribute] = {
         "omni_proxy.operation_id": operation.id,
         "omni_proxy.caller": operation.caller,
-        "omni_proxy.workers": len(rows),
-        "omni_proxy.workers_failed": ", ".join(failed),
+        "omni_proxy.workers": len(operation.targets),
+        "omni_proxy.workers_failed": ", ".join(operation.failed_targets),
         "http.response.status_code": response.status,
         "url.path": operation.route.path,
     }

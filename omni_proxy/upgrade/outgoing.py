@@ -212,9 +212,9 @@ class Outgoing:
 
     def _busy(self) -> str:
         """Description of a running operation on weights; "" if there is none."""
-        operation = self._parts.weight_operations.status()["operation"]
-        if isinstance(operation, dict):
-            return str(operation.get("path", "an update"))
+        operation = self._parts.weight_operations.queue.current
+        if operation is not None:
+            return operation.route.path
         held = [
             worker.url
             for worker in self._parts.fleet.workers

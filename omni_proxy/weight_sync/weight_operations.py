@@ -1,9 +1,8 @@
-"""The service for weight operations: the admin API submits calls to it and reads their status.
+"""The service for weight operations: the admin API submits calls to it and reads its state.
 
 Calls that change workers are queued (operation_queue), run by a runner, a rollback or the sync
 endpoint, and recorded in the history. Invariant: an operation belongs to this service, not to the
-request that started it: a client that disconnects cancels nothing. The JSON keys of the status are
-documented in docs/http.md (GET /weights/status).
+request that started it: a client that disconnects cancels nothing.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
 from omni_proxy.weight_sync.delivery.service import VersionService
 from omni_proxy.weight_sync.operations.operation_queue import DetachedCalls, OperationQueue
+from omni_proxy.weight_sync.operations.operation_records import worker_rows
 from omni_proxy.weight_sync.operations.rollback import Rollback, RollbackSource
 from omni_proxy.weight_sync.operations.runner import OperationRunner
 from omni_proxy.weight_sync.operations.version_probe import VersionProbe
@@ -88,45 +88,9 @@ class OperationHistory:
                 "success": response.ok,
                 "message": response.body.get("message"),
                 "weight_epoch": response.body.get("weight_epoch"),
-                "workers": operation.progress(),
+                "workers": worker_rows(operation),
             }
         )
-
-
-def queue_status(queue: OperationQueue) -> dict[str, object]:
-    now = trio.current_time()
-    return {
-        "operation": queue.current.status(now) if queue.current else None,
-        "waiting": [operation.status(now) for operation in queue.waiting],
-    }
-
-
-def journal_status(journal: StateJournal, workers: Sequence[Worker]) -> dict[str, object]:
-    """The published version, uncertain and paused workers, a row per worker, the journal file."""
-    return {
-        "weight_epoch": journal.published.epoch,
-        "weight_version": journal.published.label,
-        "workers": [_worker_row(worker, journal) for worker in workers],
-        "uncertain": dict(journal.uncertain),
-        "paused": {url: pause.to_dict() for url, pause in journal.pauses().items()},
-        "journal": {
-            "path": journal.path,
-            "readable": journal.readable,
-            "error": journal.error or None,
-        },
-    }
-
-
-def _worker_row(worker: Worker, journal: StateJournal) -> dict[str, object]:
-    return {
-        "worker": worker.url,
-        "worker_id": worker.id,
-        "weight_version": worker.weight_version,
-        "weight_epoch": worker.weight_epoch,
-        "routable": worker.routable,
-        "held_by": sorted(worker.cordon_reasons),
-        "uncertain": journal.uncertain.get(worker.url),
-    }
 
 
 RESOLVE = AdminRoute("/weights/resolve", Kind.GROUP)
@@ -139,7 +103,7 @@ class WeightOperations:
     def __init__(self, fleet: Fleet, config_store: ConfigStore, file: JournalFile) -> None:
         self.journal = StateJournal(fleet, file)
         self.history = OperationHistory()
-        self._fleet = fleet
+        self.fleet = fleet
         self._config_store = config_store
         self._context = OperationContext(fleet, config_store, self.journal)
         self.queue = OperationQueue(config_store, self.history.record, self._after_operation)
@@ -195,17 +159,6 @@ class WeightOperations:
     async def resolve(self, headers: Mapping[str, str], caller: str = "") -> AdminResponse:
         """Resume uncertain workers and return them to rotation."""
         return await self._calls.run(("resolve",), lambda: self._resolve(headers, caller))
-
-    def status(self) -> dict[str, object]:
-        """JSON-ready status; the keys are documented in docs/http.md."""
-        return {
-            **queue_status(self.queue),
-            "sync": self.sync.status(),
-            "rollout": self.rollouts.status(),
-            "store": self.version_service.status(),
-            **journal_status(self.journal, self._fleet.workers),
-            "history": list(self.history.rows),
-        }
 
     @property
     def waiting(self) -> int:
@@ -293,7 +246,7 @@ class WeightOperations:
             more |= await self._after_continue(succeeded, call.credentials)
         elif kind is Kind.FLUSH:
             for worker in succeeded:
-                self._fleet.cache_cleared(worker)
+                self.fleet.cache_cleared(worker)
         response = aggregate(call.route.path, results, {})
         if call.route.one_engine:
             response = as_one(call.route.path, response, results)
@@ -360,7 +313,7 @@ class WeightOperations:
 
         async def perform() -> AdminResponse:
             urls = list(self.journal.uncertain)
-            workers = [self._fleet.find(url) for url in urls]
+            workers = [self.fleet.find(url) for url in urls]
             alive = [w for w in workers if w and w.health.state is not Health.DEAD]
             operation.targets = tuple(worker.url for worker in alive)
             secs = limit_secs(self._config_store.config.admin.worker_timeout_secs)
@@ -382,7 +335,7 @@ class WeightOperations:
 
     def _targets(self, call: AdminCall) -> list[Worker]:
         """Raises HttpError: 503 if no worker is alive, 404 if the selector matches none."""
-        alive = self._fleet.live_workers
+        alive = self.fleet.live_workers
         if not alive:
             raise HttpError(503, "no live upstream workers", "no_live_worker")
         selected = [w for w in alive if call.chosen is None or w.url in call.chosen]
@@ -430,7 +383,7 @@ class WeightOperations:
     def probe_again(self, urls: Iterable[str]) -> None:
         """Probe the workers' versions; those with a running operation after it has ended."""
         for url in urls:
-            worker = self._fleet.find(url)
+            worker = self.fleet.find(url)
             if worker is None:
                 continue
             if self._is_busy(worker):
@@ -444,18 +397,18 @@ class WeightOperations:
             return
         if not self.is_updating(worker):  # otherwise the operation sets its version
             self._probe.cordon(worker)  # before uncordoning, so that no request reaches it
-        self._fleet.uncordon(worker, CATCHING_UP)
+        self.fleet.uncordon(worker, CATCHING_UP)
         self.probe_again([worker.url])
 
     def _probe_unknown(self, urls: tuple[str, ...]) -> None:
         """Probe targets whose version is unknown and that are not marked uncertain."""
         for url in urls:
-            worker = self._fleet.find(url)
+            worker = self.fleet.find(url)
             if worker and worker.weight_version is None and url not in self.journal.uncertain:
                 self._probe.probe_soon(worker)
 
     def _worker_id(self, url: str) -> str:
-        worker = self._fleet.find(url)
+        worker = self.fleet.find(url)
         return worker.id if worker else url
 
     def _is_busy(self, worker: Worker) -> bool:
@@ -471,7 +424,7 @@ class WeightOperations:
     def _on_config_change(self, old: Config, new: Config) -> None:
         passes = new.routing.while_paused == "pass"
         if passes and old.routing.while_paused != new.routing.while_paused:
-            self._uncordon_paused(self._fleet.workers)
+            self._uncordon_paused(self.fleet.workers)
 
 
 def _check_rank_clash(call: AdminCall, workers: list[Worker]) -> None:

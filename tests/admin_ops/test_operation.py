@@ -9,6 +9,7 @@ from omni_proxy.admin_ops.engine_paths import INIT
 from omni_proxy.admin_ops.operation import Operation, Step, WorkerOutcome, worker_dispositions
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.admin_ops.routes import BY_PATH, ROUTES, Kind
+from omni_proxy.weight_sync.operations.operation_records import operation_record, worker_rows
 
 APPLY = ("/end_weight_update", "/complete_weights_update", "/finish_weight_update")
 KINDS = st.sampled_from(("ok", "denied", "4xx", "5xx", "lost"))
@@ -110,8 +111,8 @@ class Steps(RuleBasedStateMachine):
         self.received[url] = kind
 
     @invariant()
-    def progress_is_a_row_for_each_target(self):
-        rows = self.operation.progress()
+    def the_record_has_a_row_for_each_target(self):
+        rows = worker_rows(self.operation)
         assert [row["worker"] for row in rows] == ["http://0", "http://1"]
         late = list(Step).index(self.steps[-1]) >= list(Step).index(Step.CALLING)
         for row in rows:
@@ -120,6 +121,8 @@ class Steps(RuleBasedStateMachine):
                 "done" if kind == "ok" else "failed"
             )  # fmt: skip
             assert row["progress"] == expected
+        unfinished = [row["worker"] for row in rows if row["progress"] != "done"]
+        assert self.operation.failed_targets == unfinished
 
     @invariant()
     def the_description_names_the_route_the_age_and_the_step(self):
@@ -127,7 +130,7 @@ class Steps(RuleBasedStateMachine):
         assert description.startswith("pause_generation of me began 2.5 s ago, step ")
         counts_workers = f"{len(self.received)} of 2 workers" in description
         assert counts_workers is (self.steps[-1] is Step.CALLING)
-        assert self.operation.status(12.5)["age_secs"] == 2.5
+        assert operation_record(self.operation, 12.5)["age_secs"] == 2.5
 
 
 TestSteps = Steps.TestCase

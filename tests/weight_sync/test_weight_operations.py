@@ -2,6 +2,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from omni_proxy.admin_api.serializers.weight_status import weight_status
 from omni_proxy.config.schema import AdminConfig, RoutingConfig, WeightSyncConfig
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.weight_sync.protocol.journal import Journal
@@ -49,7 +50,7 @@ async def test_with_lock_timeout_zero_a_second_operation_is_refused_at_once(
     assert "update_weights_from_disk of one began" in refused.body["message"]
     engines.open_gate(UPDATE, A)
     await wait_until_idle()
-    rows = api.operations.status()["operation"]["workers"]
+    rows = weight_status(api.operations)["operation"]["workers"]
     assert [row["progress"] for row in rows] == ["done", "asked"]
     engines.open_gate(UPDATE, B)
     await wait_until_idle()
@@ -70,7 +71,7 @@ async def test_requests_in_flight_are_drained_up_to_the_time_limit(
         nursery.start_soon(api.operations.submit, admin_call(caller=str(late)))
         await trio.sleep(5)
         assert (engines.paths(), cordon_reasons_of(api)) == ([], [["updating"]] * 2)
-        assert api.operations.status()["operation"]["step"] == "draining"
+        assert weight_status(api.operations)["operation"]["step"] == "draining"
         worker.in_flight = int(late)
         await engines.arrived[A, UPDATE].wait()
         assert (round(trio.current_time() - began, 6) >= 9) is late
@@ -112,7 +113,7 @@ async def test_the_status_shows_pauses_until_continue_even_after_a_restart(
     await api.operations.submit(
         admin_call(PAUSE, {"mode": "retract"}, caller="trainer from 10.0.0.3")
     )
-    pauses = api.operations.status()["paused"]
+    pauses = weight_status(api.operations)["paused"]
     assert set(pauses) == {A, B}
     assert pauses[A]["at"]
     assert {**pauses[A], "at": ""} == {
@@ -120,18 +121,18 @@ async def test_the_status_shows_pauses_until_continue_even_after_a_restart(
     }  # fmt: skip
 
     restarted = api_with(folder, routing=RoutingConfig(while_paused=choice))
-    assert restarted.operations.status()["paused"] == pauses
+    assert weight_status(restarted.operations)["paused"] == pauses
     await nursery.start(restarted.operations.run)
     await restarted.operations.submit(admin_call(PAUSE, caller="another"))
-    assert restarted.operations.status()["paused"] == pauses  # the first pause counts
+    assert weight_status(restarted.operations)["paused"] == pauses  # the first pause counts
     await restarted.operations.submit(admin_call("/continue_generation"))
-    assert restarted.operations.status()["paused"] == {}
+    assert weight_status(restarted.operations)["paused"] == {}
     assert read_journal(folder) == Journal()
 
 
 async def test_a_pause_of_some_workers_is_recorded_for_those_only(api, folder):
     await api.operations.submit(admin_call(PAUSE, chosen=frozenset((B,))))
-    assert list(api.operations.status()["paused"]) == [B]
+    assert list(weight_status(api.operations)["paused"]) == [B]
     assert list(read_journal(folder).pauses) == [B]
 
 
@@ -146,7 +147,7 @@ async def test_an_engine_that_restarted_unnoticed_is_no_longer_paused(api, folde
         restarted.fleet.revive(restarted.worker(url), NOW)
         restarted.healthy(url)
     await wait_until_idle()
-    assert list(restarted.operations.status()["paused"]) == [B]
+    assert list(weight_status(restarted.operations)["paused"]) == [B]
     assert list(read_journal(folder).pauses) == [B]
 
 
@@ -385,7 +386,7 @@ async def test_the_history_is_bounded_and_contains_no_reads(api, engines):
     for _ in range(60):
         await api.operations.submit(admin_call("/continue_generation"))
     await api.operations.submit(admin_call("/model_info"))
-    history = api.operations.status()["history"]
+    history = weight_status(api.operations)["history"]
     assert len(history) == 50
     assert {row["path"] for row in history} == {"/continue_generation"}
 

@@ -15,6 +15,7 @@ from omni_proxy.admin_api.responses import json_response
 from omni_proxy.admin_api.serializers.discovery_report import discovery_rows
 from omni_proxy.admin_api.serializers.key_records import key_refusals
 from omni_proxy.admin_api.serializers.readiness import Readiness
+from omni_proxy.admin_api.serializers.weight_status import pause_record
 from omni_proxy.admin_api.services import Services
 
 
@@ -47,7 +48,7 @@ class StatusRoutes:
                 "ready": not reason,
                 "reason": reason or None,
                 "paused": {
-                    u: pause.to_dict()
+                    u: pause_record(pause)
                     for u, pause in services.weight_operations.journal.pauses().items()
                 },
                 "supervisors": process.supervisors(),

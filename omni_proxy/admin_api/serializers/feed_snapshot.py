@@ -19,6 +19,7 @@ from omni_proxy.admin_api.serializers.key_records import key_records, key_refusa
 from omni_proxy.admin_api.serializers.operator_state import operator_state
 from omni_proxy.admin_api.serializers.readiness import Readiness
 from omni_proxy.admin_api.serializers.slow_workers import slow_workers
+from omni_proxy.admin_api.serializers.weight_status import pause_record, weight_status
 from omni_proxy.admin_api.serializers.worker_records import (
     Why,
     disabled_by_record,
@@ -86,9 +87,7 @@ class Snapshots:
                 **self._row(worker, now, reason_of),
                 "launch": launches.get(worker.url),
                 "disabled_by": disabled_by_record(worker, state.disabled_by),
-                "paused": state.pauses[worker.url].to_dict()
-                if worker.url in state.pauses
-                else None,
+                "paused": pause_record(state.pauses.get(worker.url)),
             }
             for worker in workers.fleet.workers
         ]
@@ -123,7 +122,7 @@ class Snapshots:
             "launch": launch,
             "supervisors": process.supervisors(),
             "watchdog": plane.watchdog(),
-            "weights": services.weight_operations.status(),
+            "weights": weight_status(services.weight_operations),
             "discovery": discovery_rows(workers.discovery),
             "cluster": services.cluster.status() if services.cluster else None,
         }

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from omni_proxy.admin_api.serializers.discovery_report import discovered_record
 from omni_proxy.admin_api.serializers.operator_state import OperatorState
 from omni_proxy.admin_api.serializers.readiness import HOW_TO_CONTINUE
+from omni_proxy.admin_api.serializers.weight_status import pause_record
 from omni_proxy.admin_api.services import DataPlaneView, WorkerServices
 from omni_proxy.admin_api.worker_requests import WorkerNotes
 from omni_proxy.config.state import DisabledBy
@@ -253,7 +254,7 @@ class WorkerRecords:
             **worker_record(worker),
             "id": self.notes.public_id(worker),
             "why": why(worker),
-            "paused": pause.to_dict() if pause is not None else None,
+            "paused": pause_record(pause),
             "disabled_by": disabled_by_record(worker, state.disabled_by),
             "draining": self._workers.drains.get_record(worker),
             "model_id": worker.model,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import trio
 
@@ -20,6 +19,7 @@ from omni_proxy.admin_ops.operation import Operation
 from omni_proxy.admin_ops.results import AdminResponse, refused
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.weight_sync.operations.operation_records import operation_record
 from omni_proxy.wire.errors import HttpError
 
 Perform = Callable[[], Awaitable[AdminResponse]]
@@ -147,11 +147,6 @@ class OperationQueue:
                 f"admin update lock not acquired within {secs:g}s; another update operation may be "
                 f"in progress: {holder}"
             )
-            error = HttpError(
-                503, message, "update_in_progress", holder=_to_dict(self.current, now)
-            )
+            record = operation_record(self.current, now) if self.current else None
+            error = HttpError(503, message, "update_in_progress", holder=record)
             raise error.with_headers(("retry-after", "1"))
-
-
-def _to_dict(operation: Operation | None, now: float) -> dict[str, Any] | None:
-    return operation.status(now) if operation else None

@@ -3,7 +3,7 @@
 Two workers are comparable if both report the same number of ranks (compared rank by rank), or if
 both report a digest over the gathered, whole tensors. Different kinds of engines hash differently,
 so their digests are never compared. Invariant: a worker that was compared with no other worker is
-never in `mismatched`.
+never in `mismatched`. `Verdict.to_dict` is the `verification` in responses to weight calls.
 """
 
 from __future__ import annotations

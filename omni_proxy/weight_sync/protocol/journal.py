@@ -53,10 +53,6 @@ class PauseRecord(Struct, frozen=True, kw_only=True):
         since_text = f" since {self.at}" if self.at else ""
         return f"paused{since_text}{by}" + (f" (POST {self.path})" if self.path else "")
 
-    def to_dict(self) -> dict[str, str | None]:
-        """JSON-ready; null for an unknown value."""
-        return {name: getattr(self, name) or None for name in ("at", "by", "path", "mode")}
-
 
 class Journal(Struct, frozen=True, kw_only=True):
     """The whole record. `uncertain`: worker URL to reason. `paused`: URLs cordoned until resumed.

@@ -8,6 +8,7 @@
 Invariants: only `TRANSITIONS` occur; a refused call has a row in `REFUSALS` (weight-sync.md 6.2); a
 step succeeds only if it does at every member; a version is published only for members that applied
 all of it and agree; a member that may have other weights ends uncertain; a failure ends the group.
+`GroupOwner.to_dict` is the `owner` in refusals of other trainers' calls.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ import json
 import httpx
 import pytest
 
+from omni_proxy.admin_api.serializers.weight_status import weight_status
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.routing.disaggregation.partners import can_serve
 from omni_proxy.weight_sync.rollout.request import parse_rollout
@@ -76,7 +77,7 @@ async def test_a_worker_is_drained_before_it_is_called(settled, engines):
     await start_rollout(settled)
     body = await rollout_when(settled, lambda rollout: rollout["workers"][0]["step"] == "draining")
     assert (body["state"], engines.loaded(A)) == ("running", [])
-    assert settled.operations.status()["operation"]["step"] == "draining"
+    assert weight_status(settled.operations)["operation"]["step"] == "draining"
     settled.worker(A).in_flight = 0
     assert (await ended_rollout(settled))["state"] == "succeeded"
 
@@ -145,7 +146,7 @@ async def test_a_worker_that_cannot_be_restored_is_uncertain(settled, engines):
     await start_rollout(settled)
     body = await ended_rollout(settled)
     assert (body["state"], states(body)) == ("failed", ["lost", "pending"])
-    reason = settled.operations.status()["uncertain"][A]
+    reason = weight_status(settled.operations)["uncertain"][A]
     name = f"rollout {body['id'][:8]} to 'v2'"
     assert reason == f"{name}: it could not be restored: status 500: out of memory"
     assert cordon_reasons_of(settled) == [["uncertain"], []]
@@ -177,7 +178,7 @@ async def test_a_worker_rolled_back_to_different_weights_is_uncertain(settled, e
     assert states(rollout) == ["lost", "restored"]
     assert (
         "its checksum differs from the recorded one of 'v1'"
-        in settled.operations.status()["uncertain"][A]
+        in weight_status(settled.operations)["uncertain"][A]
     )
 
 

@@ -3,6 +3,7 @@
 import pytest
 import trio
 
+from omni_proxy.admin_api.serializers.weight_status import weight_status
 from omni_proxy.config.schema import RoutingConfig, ServerConfig, WeightSyncConfig
 from omni_proxy.weight_sync.sync import lifecycle
 from tests.admin_api.api_fixture import A, B
@@ -286,7 +287,7 @@ async def test_a_full_disk_after_the_calls_is_not_an_error_of_the_call(
         for event in engines.gates.values():
             event.set()
     assert responses[0].status == 200, responses[0].body
-    assert "No space left" in trainer.api.operations.status()["journal"]["error"]
+    assert "No space left" in weight_status(trainer.api.operations)["journal"]["error"]
     assert uncertain_workers(trainer.api) == []
 
 

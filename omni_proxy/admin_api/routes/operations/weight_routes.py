@@ -12,6 +12,7 @@ from omni_proxy.admin_api.access.caller_name import caller
 from omni_proxy.admin_api.forwarded_request import forwarded_headers, worker_headers
 from omni_proxy.admin_api.responses import body_bytes, json_object, json_response
 from omni_proxy.admin_api.routes.operations.broadcast_routes import refuse_no_object, shown
+from omni_proxy.admin_api.serializers.weight_status import weight_status
 from omni_proxy.admin_ops.routes import ABORT_SYNC, RESOLVES, ROLLBACK
 from omni_proxy.weight_sync.weight_operations import WeightOperations
 from omni_proxy.weight_sync.worker_calls import AdminCall
@@ -30,7 +31,7 @@ class WeightOperationRoutes:
         app.add_url_rule(ABORT_SYNC, "abort_sync", self.abort_sync, methods=["POST"])
 
     async def show(self) -> Response:
-        return json_response(self._weight_operations.status())
+        return json_response(weight_status(self._weight_operations))
 
     async def abort_sync(self) -> Response:
         return shown(await self._weight_operations.sync.abort(caller()))

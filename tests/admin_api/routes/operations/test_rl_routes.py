@@ -2,6 +2,7 @@ from urllib.parse import quote
 
 import pytest
 
+from omni_proxy.admin_api.serializers.weight_status import weight_status
 from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.operation_fixture import LOST, UPDATE, GatedEngines
 
@@ -95,7 +96,7 @@ async def test_an_admin_route_is_a_queued_operation(api, engines):
     assert (status, body["succeeded"]) == (207, 1)
     assert body["failed"][0]["error"] == "upstream_unreachable"
     assert [sorted(w.cordon_reasons) for w in api.fleet.workers] == [[], ["uncertain"]]
-    assert api.operations.status()["history"][-1]["path"] == UPDATE
+    assert weight_status(api.operations)["history"][-1]["path"] == UPDATE
 
 
 async def test_a_fan_out_reports_versions_that_differ_per_worker(api, engines):
