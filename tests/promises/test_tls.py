@@ -11,7 +11,6 @@ import trio
 
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.dataplane.downstream import tls_termination
-from omni_proxy.dataplane.drivers import fast_path
 from tests.dataplane.loop_script import until
 from tests.promises.clients import CHAT, Truncated, client_of, post
 from tests.promises.dataplane_fixture import configured, run_dataplane
@@ -51,22 +50,20 @@ async def test_requests_of_one_connection_are_answered_in_turn():
     assert [body for _, body in opened.workers[0].requests] == [CHAT] * 5
 
 
-async def test_requests_that_repeat_a_head_take_the_fast_path(monkeypatch):
-    statuses, finalize = [], fast_path.finalize
+async def test_requests_that_repeat_a_head_take_the_fast_path():
+    on_fast_path = []  # for each request that a worker has received
 
-    def finalized(services, exchange, *how):
-        statuses.append(exchange.status)
-        finalize(services, exchange, *how)
+    async def answer(call):
+        (connection,) = opened.dataplane.loop.tasks
+        on_fast_path.append(connection.client.task is connection.fast_path is not None)
+        await call.send(counted(b"{}"))
 
-    monkeypatch.setattr(fast_path, "finalize", finalized)
-    async with (
-        tls_dataplane(answering(counted(b"{}"))) as opened,
-        secure_client(opened.address) as client,
-    ):
+    async with tls_dataplane(answer) as opened, secure_client(opened.address) as client:
         for _ in range(6):
             await client.send(post())
             assert (await client.answer()).status == 200
-    assert statuses[-2:] == [200, 200]  # the first requests fill the cache of the fast path
+    assert not on_fast_path[0]  # it fills the cache of the fast path
+    assert on_fast_path[-2:] == [True, True]
     assert [body for _, body in opened.workers[0].requests] == [CHAT] * 6
 
 
