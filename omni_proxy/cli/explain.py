@@ -23,9 +23,9 @@ from omni_proxy.cli.client.admin_client import (
 )
 from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.terminal_text import NOTHING, printable, render_table, strip_noise
+from omni_proxy.routing.routes import DEFAULT_PATH
 
 NO_WORKER: Final = 1
-DEFAULT_PATH: Final = "/v1/chat/completions"
 _SHOWN: Final = frozenset(("worker_id", "url", "rank", "reason"))
 _EPILOG: Final = """\
 examples:

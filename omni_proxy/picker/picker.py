@@ -45,6 +45,7 @@ from omni_proxy.routing.pinning import (
     pin_to_voice_owner,
 )
 from omni_proxy.routing.routes import (
+    DEFAULT_PATH,
     RESPONSE_OWNER,
     MethodNotAllowed,
     Route,
@@ -57,7 +58,6 @@ from omni_proxy.wire.bounded_json import TooManyValues
 from omni_proxy.wire.errors import HttpError, bad_request
 from omni_proxy.wire.request import RequestHead, parse_request_head
 
-DEFAULT_PATH: Final = "/v1/chat/completions"
 MAX_LEASE_SECS: Final = 86400.0
 MAX_ID_CHARS: Final = 256
 _ABSENT: Final = msgspec.Raw()

@@ -153,6 +153,7 @@ _CANCEL = Route(
 )  # fmt: skip
 _EXACT[_SPEECH_STREAM.path] = _SPEECH_STREAM
 MODEL_PATHS = tuple(_EXACT)  # paths without parameters
+DEFAULT_PATH = "/v1/chat/completions"  # of explanations and selections that name none
 
 
 class MethodNotAllowed(Exception):

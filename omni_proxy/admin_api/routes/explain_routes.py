@@ -40,6 +40,7 @@ from omni_proxy.routing.pinning import (
     pin_to_voice_owner,
 )
 from omni_proxy.routing.routes import (
+    DEFAULT_PATH,
     RESPONSE_OWNER,
     MethodNotAllowed,
     Route,
@@ -51,8 +52,6 @@ from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.telemetry.recent_window import RecentWindow
 from omni_proxy.wire.errors import HttpError, bad_request
 from omni_proxy.wire.header_fields import HINTED_FIELDS
-
-DEFAULT_PATH = "/v1/chat/completions"
 
 
 class ExplainRoutes:
