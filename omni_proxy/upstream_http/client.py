@@ -30,6 +30,7 @@ from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.system.tls_contexts import client_context
 from omni_proxy.upstream_http.credentials import headers_with_own_key
+from omni_proxy.upstream_http.fan_out import call_each
 from omni_proxy.wire.bounded_json import read_json
 from omni_proxy.wire.forwarded import HOP_FIELD
 
@@ -191,19 +192,13 @@ async def broadcast(
     `on_result` is called with each result when it arrives. `max_parallel` must be `math.inf` for
     calls whose responses wait for each other: a bound could deadlock.
     """
-    targets = list(workers)
-    results: dict[Worker, CallResult] = {}
-    limiter = trio.CapacityLimiter(max_parallel)
 
-    async def call_one(worker: Worker) -> None:
-        async with limiter:
-            results[worker] = result = await call_worker(worker, call)
+    async def call_one(worker: Worker) -> CallResult:
+        result = await call_worker(worker, call)
         on_result(result)
+        return result
 
-    async with trio.open_nursery() as nursery:
-        for worker in targets:
-            nursery.start_soon(call_one, worker)
-    return [results[worker] for worker in targets]
+    return await call_each(list(workers), call_one, max_parallel=max_parallel)
 
 
 class WorkerClient:

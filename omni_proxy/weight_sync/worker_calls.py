@@ -22,6 +22,7 @@ from omni_proxy.admin_ops.routes import CONTINUE, AdminRoute
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import JSON_TYPE, ROUTE_ABSENT, Call, call_worker, flush_cache
 from omni_proxy.upstream_http.credentials import credentials_of
+from omni_proxy.upstream_http.fan_out import call_each
 from omni_proxy.weight_sync.protocol.checksum_agreement import Verdict, compare_answers
 
 MAX_RESPONSE_BYTES = 64 * 1024 * 1024  # a checksum response lists every tensor
@@ -134,16 +135,13 @@ async def call_all(
     workers: Sequence[Worker], call: Call, on_result: OnResult = lambda _: None
 ) -> list[WorkerResult]:
     """Call all workers. Results are in their order; `on_result` gets each one as it arrives."""
-    results: dict[Worker, WorkerResult] = {}
 
-    async def call_one(worker: Worker) -> None:
-        results[worker] = result = await request_worker(worker, call)
+    async def call_one(worker: Worker) -> WorkerResult:
+        result = await request_worker(worker, call)
         on_result(result)
+        return result
 
-    async with trio.open_nursery() as nursery:
-        for worker in workers:
-            nursery.start_soon(call_one, worker)
-    return [results[worker] for worker in workers]
+    return await call_each(workers, call_one)
 
 
 def limit_secs(configured: float) -> float:

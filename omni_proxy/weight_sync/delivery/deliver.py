@@ -42,6 +42,7 @@ from omni_proxy.process_group.rendezvous import GLOO, HostedRendezvous
 from omni_proxy.process_group.sender import FileRegion, Sender
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan, parse_plans
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
+from omni_proxy.upstream_http.fan_out import call_each
 from omni_proxy.weight_sync.store.manifest import (
     SafetensorsError,
     StoredVersion,
@@ -136,16 +137,11 @@ class VersionDeliverer:
         Results are in the order of the workers. The `status` of one is 4xx only if the worker's
         weights are unchanged.
         """
-        results: dict[Worker, WorkerResult] = {}
-
-        async def deliver_one(leased: StoredVersion, worker: Worker) -> None:
-            delivery = _WorkerDelivery(self._sender, leased, options)
-            results[worker] = await delivery.deliver_to(worker)
-
-        async with self._store_service.lease(version) as leased, trio.open_nursery() as nursery:
-            for worker in workers:
-                nursery.start_soon(deliver_one, leased, worker)
-        return [results[worker] for worker in workers]
+        async with self._store_service.lease(version) as leased:
+            return await call_each(
+                workers,
+                lambda worker: _WorkerDelivery(self._sender, leased, options).deliver_to(worker),
+            )
 
     async def prove(
         self, version: StoredVersion, worker: Worker, headers: Mapping[str, str], limit: float = 0.0

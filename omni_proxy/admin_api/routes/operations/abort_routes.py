@@ -34,6 +34,7 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.upstream_http.client import MAX_PARALLEL_CALLS, ROUTE_ABSENT, Call
+from omni_proxy.upstream_http.fan_out import call_each
 from omni_proxy.weight_sync.worker_calls import limit_secs, request_worker
 
 _log = logging.getLogger(__name__)
@@ -114,16 +115,8 @@ class FleetAbortRoutes:
 
     async def _call_workers(self, workers: Sequence[Worker], abort: _Abort) -> list[WorkerResult]:
         """Call all workers concurrently; the results are in the order of the workers."""
-        results: dict[Worker, WorkerResult] = {}
         limiter = trio.CapacityLimiter(MAX_PARALLEL_CALLS)
-
-        async def call_worker(worker: Worker) -> None:
-            results[worker] = await self._call_worker(worker, abort, limiter)
-
-        async with trio.open_nursery() as nursery:
-            for worker in workers:
-                nursery.start_soon(call_worker, worker)
-        return [results[worker] for worker in workers]
+        return await call_each(workers, lambda worker: self._call_worker(worker, abort, limiter))
 
     async def _call_worker(
         self, worker: Worker, abort: _Abort, limiter: trio.CapacityLimiter
@@ -143,14 +136,10 @@ async def _call_all(
     worker: Worker, calls: Sequence[Call], limiter: trio.CapacityLimiter
 ) -> WorkerResult:
     """The result of the first call that failed, else of the last one."""
-    results: dict[int, WorkerResult] = {}
 
-    async def call(number: int) -> None:
+    async def call_one(call: Call) -> WorkerResult:
         async with limiter:
-            results[number] = await request_worker(worker, calls[number])
+            return await request_worker(worker, call)
 
-    async with trio.open_nursery() as nursery:
-        for number in range(len(calls)):
-            nursery.start_soon(call, number)
-    inorder = [results[number] for number in range(len(calls))]
-    return next((result for result in inorder if not result.success), inorder[-1])
+    results = await call_each(calls, call_one)
+    return next((result for result in results if not result.success), results[-1])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import trio
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.forwarded_request import forwarded_headers
@@ -32,6 +31,7 @@ from omni_proxy.upstream_http.client import (
     generate_token,
 )
 from omni_proxy.upstream_http.credentials import credentials_of
+from omni_proxy.upstream_http.fan_out import call_each
 from omni_proxy.weight_sync.weight_operations import WeightOperations
 from omni_proxy.wire.errors import HttpError
 
@@ -141,17 +141,11 @@ class EngineRoutes:
     async def _flushed(self, workers: Sequence[Worker]) -> list[CallResult]:
         """The results in the order of the workers."""
         headers = _credentials()
-        results: dict[Worker, CallResult] = {}
-
-        async def probe(worker: Worker) -> None:
-            async with limiter:
-                results[worker] = await flush_cache(worker, headers, self._secs)
-
-        limiter = trio.CapacityLimiter(MAX_PARALLEL_CALLS)
-        async with trio.open_nursery() as nursery:
-            for worker in workers:
-                nursery.start_soon(probe, worker)
-        return [results[worker] for worker in workers]
+        return await call_each(
+            workers,
+            lambda worker: flush_cache(worker, headers, self._secs),
+            max_parallel=MAX_PARALLEL_CALLS,
+        )
 
     async def metrics(self) -> Response:
         workers = self._alive()
