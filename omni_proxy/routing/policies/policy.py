@@ -4,7 +4,8 @@ Public: policies of other packages derive from `Policy` (docs/routing.md, "Write
 Invariants: `candidates` is never empty, and neither the policy nor the caller changes it, so a list
 seen before may be recognised by identity. In-flight counts are read from the workers and include
 every request that this proxy has sent and not finished. All methods are synchronous, are called
-from one thread, must not block, and read no clock: the time is an argument.
+from one thread, must not block, and read no clock: the time is an argument. The keys that `stats`
+and `explain_pick` return are the policy's own; the API only shows them.
 """
 
 from __future__ import annotations
