@@ -87,6 +87,27 @@ def test_every_link_and_path_leads_to_a_file(page):
             assert (ROOT / path).exists(), path
 
 
+def headings(text):
+    """The anchors of a page's headings, as GitHub makes them."""
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", outside, re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_to_a_heading_leads_to_one(page):
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", (ROOT / page).read_text())
+    for target, anchor in links:
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert anchor in headings(path.read_text()), (target, anchor)
+
+
+def test_the_decisions_begin_with_a_list_of_all_in_their_order():
+    section = DESIGN.partition("\n## Decisions\n")[2].partition("\n## ")[0]
+    contents = section.partition("\n### ")[0]
+    assert re.findall(r"\]\(#([^)]+)\)", contents) == headings(section)
+
+
 def test_every_module_of_the_design_exists():
     modules = re.findall(r"`((?:\w+/)*\w+\.py)`", DESIGN)
     assert modules
