@@ -1,3 +1,4 @@
+import ast
 import importlib
 import importlib.util
 import json
@@ -40,7 +41,8 @@ from omni_proxy.replica.pipeline.runtime import Runtime
 from omni_proxy.replica.profiling import report as profile
 from omni_proxy.routing import routes
 from tests.admin_api.api_fixture import A, build_api, entry
-from tests.tree import PACKAGE
+from tests.test_layers import LAYERS, PURE
+from tests.tree import PACKAGE, parsed
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -413,31 +415,36 @@ def test_there_is_a_recipe_for_each_frequent_addition():
     ]  # fmt: skip
 
 
-PACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+def test_the_list_of_packages_has_the_order_of_the_layers():
+    section = DESIGN.partition("\n## Packages\n")[2].partition("\n## ")[0]
+    packages, replica = re.findall(r"^```\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    rows = re.findall(r"^(\w+)(/|\.py) +(PURE|)", packages, re.MULTILINE)
+    assert [name for name, _, _ in rows] == list(reversed(LAYERS))
+    assert {f"{name}{kind}" for name, kind, _ in rows if (PACKAGE / name).is_dir()} == {
+        f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")
+    }
+    assert {name for name, _, pure in rows if pure} == {name for name in PURE if "/" not in name}
+    folders = {path.parent.name for path in PACKAGE.glob("replica/*/__init__.py")}
+    assert set(re.findall(r"^(\w+)/ ", replica, re.MULTILINE)) == folders
 
 
-def test_the_table_of_packages_for_contributors_is_complete():
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    rows = re.findall(r"^\| (`\w+/`.*?) \|", text, re.MULTILINE)
-    assert {name for row in rows for name in re.findall(r"`(\w+)/`", row)} == PACKAGES
+def module_exists(name):
+    path = PACKAGE.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
-def test_the_diagram_of_packages_is_complete():
-    (diagram,) = re.findall(r"^## Packages\n\n```\n(.*?)^```", DESIGN, re.DOTALL | re.MULTILINE)
-    assert set(re.findall(r"^(\w+)/ ", diagram, re.MULTILINE)) == PACKAGES
-    replica = {path.parent.name for path in PACKAGE.glob("replica/*/__init__.py")}
-    assert set(re.findall(r"^[├└]─ (\w+)/ ", diagram, re.MULTILINE)) == replica
+def classes_of(module):
+    path = PACKAGE.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return {node.name for node in parsed(file).body if isinstance(node, ast.ClassDef)}
 
 
-def test_every_module_and_class_of_the_contracts_exists():
-    rows = re.findall(r"^\| (`[\w.]+`(?:, `[\w.]+`)*) \| [^|]+ \| [^|]+ \|$", DESIGN, re.MULTILINE)
-    names = [name for row in rows for name in re.findall(r"`([\w.]+)`", row)]
-    assert len(names) > 50
+def test_the_contracts_name_each_module_or_class_once_by_its_full_path():
+    section = DESIGN.partition("\n## Contracts\n")[2].partition("\n## ")[0]
+    table, _, silent = section.partition("\n\nNo input of ")
+    names = [*re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE), *re.findall("`(.*?)`", silent)]
+    assert len(names) > 90
+    assert {name for name in names if names.count(name) > 1} == set()
     for name in names:
         module, _, last = name.rpartition(".")
-        is_class = last[:1].isupper()
-        path = (module if is_class else name).replace(".", "/")
-        files = [*PACKAGE.rglob(f"{path}.py"), *PACKAGE.rglob(f"{path}/__init__.py")]
-        files = [file for file in files if f"/{path}" in str(file)]
-        assert files, name
-        assert not is_class or any(f"class {last}" in file.read_text() for file in files), name
+        assert module_exists(name) or (module_exists(module) and last in classes_of(module)), name
