@@ -1,6 +1,6 @@
 """Plain text for terminals: tables, ages, and untrusted text without control characters.
 
-PURE. Invariant: no text from a client, a worker or a file reaches the terminal as a control
+Pure. Invariant: no text from a client, a worker or a file reaches the terminal as a control
 sequence or breaks a line.
 """
 

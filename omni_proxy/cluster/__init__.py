@@ -1,4 +1,4 @@
-"""State that the proxies of a cluster share. No I/O, and time is an argument.
+"""State that the proxies of a cluster share. Pure: time is an argument.
 
 `cluster_member` does the I/O. `multiprocess.shared_memory` does the same for the processes of one
 proxy.

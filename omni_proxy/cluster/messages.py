@@ -1,4 +1,4 @@
-"""Messages that the members of a cluster publish to each other: msgpack, on one channel. No I/O.
+"""Messages that the members of a cluster publish to each other: msgpack, on one channel. Pure.
 
 Invariant: a message of an unknown kind, or one that can't be decoded, is dropped without any other
 effect, because members of two releases may share a store. A worker is identified by an 8-byte hash

@@ -1,4 +1,4 @@
-"""The lease on weight operations: scripts for the store, and acknowledgements of members. No I/O.
+"""The lease on weight operations: scripts for the store, and acknowledgements of members. Pure.
 
 The lease is a key with a time to live; its value has a fencing token, which increases with each
 holder. A write is a script that compares that value first, so a holder that was cut off for longer

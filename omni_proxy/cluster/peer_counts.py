@@ -5,7 +5,7 @@ Invariants: `totals` has, for each target, the sum over all peers whose last mes
 publishes all of them; no count is negative. The counts are slightly old, so all proxies would take
 the same free slot: each has a share of the slots (remainders are distributed by worker key), and
 other free slots go to one proxy at a time among those with waiting requests. Together they start no
-more than their shares and the free slots, and each waiting proxy gets its share eventually. No I/O;
+more than their shares and the free slots, and each waiting proxy gets its share eventually. Pure:
 time is an argument, in monotonic seconds.
 """
 

@@ -5,7 +5,7 @@
 
 Invariants: equal beginnings have equal hashes in every proxy, and the text can't be recovered from
 them; each beginning is published once for a worker, and again after `REPEAT_SECS` if it is still
-used; both tables are bounded, and evict the entries that were published or received first. No I/O.
+used; both tables are bounded, and evict the entries that were published or received first. Pure.
 """
 
 from __future__ import annotations

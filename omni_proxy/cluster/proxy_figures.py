@@ -1,4 +1,4 @@
-"""Figures of a cluster's proxies for dashboards and charts, as members publish them. No I/O.
+"""Figures of a cluster's proxies for dashboards and charts, as members publish them. Pure.
 
 Invariant: memory is bounded: a message has the figures of a part of the workers, of at most
 `MAX_WORKERS` in all, and a member's figures are dropped with the member. Counts are since the

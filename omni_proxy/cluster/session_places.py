@@ -1,4 +1,4 @@
-"""The worker of each session, agreed on by all proxies: the last placement wins. No I/O.
+"""The worker of each session, agreed on by all proxies: the last placement wins. Pure.
 
 A session is identified by a hash of its key, which may be a secret. Invariants: proxies that have
 received the same placements have the same worker for a session, in whatever order they received

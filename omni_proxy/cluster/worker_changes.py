@@ -1,4 +1,4 @@
-"""Changes of workers over HTTP, one value for each URL: its part of the saved state. No I/O.
+"""Changes of workers over HTTP, one value for each URL: its part of the saved state. Pure.
 
 Invariant: `with_change(state, change)` has for the change's URL exactly the entries of the state
 that the change was made from, and for all other URLs those of `state`. Voices are not included.

@@ -2,7 +2,7 @@
 
 Invariant: only this proxy's requests, of all its processes, are published, and only those of other
 proxies are added to the fleet's counts, so that none is counted twice. When sharing ends, each
-worker's count is this proxy's only. No I/O: `member` sends and receives.
+worker's count is this proxy's only. `member` sends and receives the messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The weight state of a cluster: the holder of the lease publishes it, and others apply it. No I/O.
+"""The weight state of a cluster: the holder of the lease publishes it, and others apply it. Pure.
 
 Invariant: a worker that the holder cordons for a weight operation is cordoned at each proxy that
 has applied the state, and gets its new version before it returns. If an operation changed a

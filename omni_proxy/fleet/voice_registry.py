@@ -2,7 +2,7 @@
 
 Invariant: while the names are unknown (`names` is None) every named voice counts as uploaded, so no
 request reaches a worker that lacks its voice. A list that was requested before the last change is
-never applied. Must not do I/O or read a clock. Source: omni-router.md 13.
+never applied. Pure. Source: omni-router.md 13.
 """
 
 from __future__ import annotations

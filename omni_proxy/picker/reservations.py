@@ -1,4 +1,4 @@
-"""Reservations with leases: items under an id until they are released or their lease ends. No I/O.
+"""Reservations with leases: items under an id until they are released or their lease ends. Pure.
 
 Invariant: an id has at most one reservation, and each added item is returned exactly once, by
 `release`, `expire` or `take_all`. Times are arguments, in seconds of one clock.

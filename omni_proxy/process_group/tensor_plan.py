@@ -1,6 +1,6 @@
 """Plans of the tensors that a trainer announces: names, dtypes, shapes, and their batching.
 
-No torch, no I/O. Invariant: a `TensorPlan` is consistent: known dtypes, valid shapes, unique names,
+Pure: no torch. Invariant: a `TensorPlan` is consistent: known dtypes, valid shapes, unique names,
 offsets at which a view may start. Whether enough memory is free is not checked.
 """
 

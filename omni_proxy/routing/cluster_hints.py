@@ -3,7 +3,7 @@
 Prompts: hints tell to which workers other proxies sent a prompt's prefixes. Sessions: placements
 made here; received ones go directly into the table of sessions. Invariant: without `[cluster]`, or
 without `prefixes` and `sessions` in `share`, there are no notes and no hints. A hint only makes a
-candidate more likely. No I/O: `cluster_member.shared_hints` publishes.
+candidate more likely. Pure: `cluster_member.shared_hints` publishes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Origins, hosts and ports: parsing, to refuse requests of pages of other origins.
 
-Invariant: a text that can't be parsed equals no valid origin, and is no local name. Pure; used by
+Invariant: a text that can't be parsed equals no valid origin, and is no local name. Pure. Used by
 the proxy and by the replica.
 """
 

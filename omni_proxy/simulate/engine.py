@@ -5,7 +5,7 @@ decoding request. A request is admitted if the batch has a free slot, and its pr
 into the KV memory. Unused blocks stay cached until memory is needed; the least recently used are
 evicted first. Invariants: `used + idle + free` tokens are `kv_tokens`; only computed leading blocks
 are reused, and at least one token of each prompt is computed. Simplified: memory for the whole
-output is reserved, so nothing is preempted. No I/O; the time is an argument.
+output is reserved, so nothing is preempted. Pure: the time is an argument.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state that one program hands over to the next, as JSON (docs/upgrade.md). No I/O.
+"""The state that one program hands over to the next, as JSON (docs/upgrade.md). Pure.
 
 Invariants: readers ignore unknown fields and use defaults for missing ones, so records may get new
 fields under the same format number. A change that an older reader would misread needs a new number:

@@ -2,5 +2,5 @@
 
 `weight_operations` is the entry point that the admin API calls. The layers below it, top to bottom:
 rollout; operations, sync; delivery; store, state_journal, worker_calls; protocol, checksum.
-Invariant: imports point down only, and `protocol` does no I/O.
+Invariant: imports point down only, and `protocol` is pure.
 """

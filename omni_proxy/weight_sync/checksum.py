@@ -1,4 +1,4 @@
-"""Digests of weights, computed identically by replicas and by the proxy. No I/O.
+"""Digests of weights, computed identically by replicas and by the proxy. Pure.
 
 Invariant: a digest depends only on a tensor's name, type, shape and bytes, as api-server.md 3
 specifies. The type is hashed by its name, so names of another library give other digests.

@@ -1,6 +1,6 @@
 """Timings of requests, the figures computed from them, and their report as a table and a chart.
 
-PURE except that rich prints. Times are arguments, in seconds of one clock. Invariant: a failed
+Only rich does I/O: it prints. Times are arguments, in seconds of one clock. Invariant: a failed
 request counts as an error and in the denominator of the goodput, and in no statistic of times.
 Percentiles are nearest-rank. Text from the server is printed without control characters.
 """

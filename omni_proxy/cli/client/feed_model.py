@@ -1,6 +1,6 @@
 """Types of a snapshot of GET /feed.
 
-PURE. Unknown fields, of a newer proxy, are ignored; missing fields, of an older one, have the
+Pure. Unknown fields, of a newer proxy, are ignored; missing fields, of an older one, have the
 defaults of these types.
 """
 

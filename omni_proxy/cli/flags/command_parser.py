@@ -1,7 +1,7 @@
 """The argument parser of every command, argument types for numbers, and hints for unknown flags.
 
 Invariant: an unknown flag is refused, with a hint if it has a likely counterpart: another name, the
-reason why it is missing, or the nearest flag. A wrong hint is worse than none. PURE: bad input
+reason why it is missing, or the nearest flag. A wrong hint is worse than none. Pure: bad input
 raises ArgumentTypeError with a text for the user.
 """
 

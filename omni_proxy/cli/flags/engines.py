@@ -2,7 +2,7 @@
 
 Each replica needs its own ports for KV events: replica i gets the given port + i, as vLLM's ranks
 do, through the placeholder `{PORT+index}`. Port 0 is any free one, and an endpoint that connects
-may be the same for all. PURE: it looks up and starts nothing; a missing program fails at launch.
+may be the same for all. Pure: it looks up and starts nothing; a missing program fails at launch.
 """
 
 import json

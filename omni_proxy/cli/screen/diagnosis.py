@@ -1,7 +1,7 @@
 """Diagnosis: which workers are slow or out of rotation and why, what the last reload did, and the
 progress of a weight rollout.
 
-PURE. `omni-proxy status`, `top` and `weights` print the same texts. The proxy determines which
+Pure. `omni-proxy status`, `top` and `weights` print the same texts. The proxy determines which
 workers are slow (`admin_api.serializers.slow_workers`). Unknown fields, of a newer proxy, are
 ignored.
 """

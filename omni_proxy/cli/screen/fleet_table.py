@@ -1,6 +1,6 @@
 """The fleet as a table, with the same columns in `status` and `top`.
 
-PURE.
+Pure.
 """
 
 from __future__ import annotations

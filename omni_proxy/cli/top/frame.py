@@ -1,6 +1,6 @@
 """One frame of `omni-proxy top` as lines of styled text.
 
-PURE. Invariant: exactly `height` lines of at most `width` columns if a height is given; colour only
+Pure. Invariant: exactly `height` lines of at most `width` columns if a height is given; colour only
 repeats what a word states.
 """
 

@@ -1,7 +1,7 @@
 """State of the screen: the order of the rows, the search, the selected worker, the action to
 confirm.
 
-PURE. Invariant: the selected worker stays selected while it is in the fleet, whatever its row; no
+Pure. Invariant: the selected worker stays selected while it is in the fleet, whatever its row; no
 action is returned that the user has not confirmed.
 """
 

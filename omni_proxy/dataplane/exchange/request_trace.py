@@ -4,8 +4,8 @@ A worker gets the id of its attempt's span as `traceparent`, and the flag 00 if 
 sampled, so that it starts no trace of its own. Invariants: the trace id and the sampling decision
 are those of the client's context if it sent a valid one, and an invalid one is ignored (Trace
 Context 2.2.2, 3.2); only version 00 is written. `tracestate` is forwarded unchanged if the trace
-continues, and dropped if a new one begins (3.3, 4.3). No I/O, and no data is stored for a request
-that is not sampled. Source: https://www.w3.org/TR/trace-context-1/
+continues, and dropped if a new one begins (3.3, 4.3). No data is stored for a request that is not
+sampled. Source: https://www.w3.org/TR/trace-context-1/
 """
 
 from __future__ import annotations

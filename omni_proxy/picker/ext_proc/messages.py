@@ -1,4 +1,4 @@
-"""Reads headers from messages of Envoy's external processor, and builds its responses. No I/O.
+"""Reads headers from messages of Envoy's external processor, and builds its responses. Pure.
 
 Source: envoy/service/ext_proc/v3/external_processor.proto; for the names of the header and of the
 metadata, the endpoint picker protocol of the Gateway API inference extension.

@@ -4,7 +4,7 @@
 
 Invariant: a pick is requested once, when the body is complete, or at the headers if Envoy sends no
 body; each message of Envoy gets its responses in order, and bodies are changed only as the
-destination requires. No I/O: it neither picks nor waits.
+destination requires. Pure: it neither picks nor waits.
 """
 
 from __future__ import annotations

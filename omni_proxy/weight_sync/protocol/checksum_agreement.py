@@ -1,4 +1,4 @@
-"""Compares the checksums that workers report for their weights (api-server.md 3, 9.1). No I/O.
+"""Compares the checksums that workers report for their weights (api-server.md 3, 9.1). Pure.
 
 Two workers are comparable if both report the same number of ranks (compared rank by rank), or if
 both report a digest over the gathered, whole tensors. Different kinds of engines hash differently,

@@ -1,4 +1,4 @@
-"""Format of the journal on disk: the operation in progress, uncertain and paused workers. No I/O.
+"""Format of the journal on disk: the operation in progress, uncertain and paused workers. Pure.
     found at the start  uncertain                      because
     operation begun     its targets                    the proxy ended during the operation
     sync, from arming   its members                    their receivers may have continued

@@ -1,4 +1,4 @@
-"""Reports of a sync's members: their progress, and their results merged for the trainer. No I/O.
+"""Reports of a sync's members: their progress, and their results merged for the trainer. Pure.
 
 Invariants: `success`, `message` and `status` are top-level keys of every response and never
 contradict the status code; `num_buckets_received` is the count of one member (two-phase.md 1.3,

@@ -1,4 +1,4 @@
-"""The weights that a worker should have: those of the last update that targeted it. No I/O.
+"""The weights that a worker should have: those of the last update that targeted it. Pure.
 
 A worker that missed that update (it was dead, or restarted with its first weights) is detected by
 its label, or by the digest of its tensors if the label doesn't suffice. Invariant: a worker that

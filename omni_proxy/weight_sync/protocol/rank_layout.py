@@ -1,4 +1,4 @@
-"""The ranks of workers in a trainer's group: how many each has, and which ones it gets. No I/O.
+"""The ranks of workers in a trainer's group: how many each has, and which ones it gets. Pure.
 
 The ranges are consecutive from the trainer's offset, in the order of the workers. Invariant: a
 layout that is returned can't make a member wait until the group's timeout.

@@ -1,4 +1,4 @@
-"""Parses the bodies of a trainer's calls before anything is forwarded. No I/O.
+"""Parses the bodies of a trainer's calls before anything is forwarded. Pure.
 
 Group calls (weight-sync.md 3.1): unknown keys are ignored; numbers may be strings. vLLM's weight
 transfer (features.md 3.2): `init_info` and `update_info` belong to the engines' backend (nccl, ipc,

@@ -1,4 +1,4 @@
-"""The state machine of a rollout: which workers are next, and the effect of each outcome. No I/O.
+"""The state machine of a rollout: which workers are next, and the effect of each outcome. Pure.
 
     rollout  running <-> paused; both -> rolling_back -> failed, cancelled; running -> succeeded
     worker   pending -> updating -> updated                       -> restoring -> restored

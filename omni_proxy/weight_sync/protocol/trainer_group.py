@@ -1,4 +1,4 @@
-"""State machine of a trainer's process group at the proxy: owner, members, current round. No I/O.
+"""State machine of a trainer's process group at the proxy: owner, members, current round. Pure.
 
     idle ─init→ joining ─joined→ grouped ─prepare→ arming ─ready→ armed ─complete→ committing
                                     ├─update (one phase)──────────────────────────────→┘

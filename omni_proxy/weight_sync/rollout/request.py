@@ -1,4 +1,4 @@
-"""Parses the body of POST /weights/rollout. No I/O.
+"""Parses the body of POST /weights/rollout. Pure.
 
 Invariant: a body that parses here names exactly one source: a path with a label, or a stored
 version. Errors are HttpError 400 with the key and how to fix it.

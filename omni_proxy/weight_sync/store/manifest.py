@@ -1,4 +1,4 @@
-"""Formats of a stored version (safetensors, manifest), and the proof that a worker has it. No I/O.
+"""Formats of a stored version (safetensors, manifest), and the proof that a worker has it. Pure.
 
 Headers are written before the tensors arrive, and validated when the version is read. Tensors are
 in announced order without gaps, as the format requires, so a block of them can be received directly

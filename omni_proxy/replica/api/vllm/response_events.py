@@ -1,4 +1,4 @@
-"""OpenAI's response object and its events, with vLLM's keys. No I/O.
+"""OpenAI's response object and its events, with vLLM's keys.
 
     response.created, response.in_progress, response.output_item.added,
     response.content_part.added, response.output_text.delta*, response.output_text.done,
