@@ -157,7 +157,7 @@ def _error(status: int, message: str, code: str) -> HttpError:
 
 
 def with_gateway_code(refusal: HttpError) -> HttpError:
-    """Add the error code of sgl-model-gateway, if it has one for this error (routers.md 1.7)."""
+    """Add the error code of sgl-model-gateway, if it has one for this error (note:routers 1.7)."""
     if refusal.status in (400, 404, 409) and "top_code" not in refusal.extra:
         code = "BAD_REQUEST" if refusal.status == 400 else str(refusal.code).upper()
         refusal.extra["top_code"] = code

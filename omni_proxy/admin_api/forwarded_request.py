@@ -9,7 +9,7 @@ from quart import request
 from omni_proxy.admin_api.access.key_check import named_key
 from omni_proxy.wire.header_fields import NOT_FORWARDED, as_texts
 
-# Set for each worker, or not forwarded (omni-router.md 10).
+# Set for each worker, or not forwarded (note:omni-router 10).
 _OWN_FIELDS = frozenset(
     (
         *as_texts(NOT_FORWARDED), "content-type", "accept-encoding", "remote-addr",

@@ -4,7 +4,8 @@ Requests of the proxy's own dialect are answered when the change is done, those 
 (smg) immediately: a key that only smg has makes a request asynchronous, like the configured dialect
 or the `Prefer` header. Labels, priority and cost are stored and shown, but do not affect routing.
 Invariant: a body is validated whole before anything changes, and an unknown key is refused
-(omni-router.md 5, routers.md 1.7); notes live as long as their worker object and are never saved.
+(note:omni-router 5, note:routers 1.7); notes live as long as their worker object and are never
+saved.
 """
 
 from __future__ import annotations

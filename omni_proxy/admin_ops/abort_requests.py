@@ -6,7 +6,7 @@
 Invariant: a call that is already in the engine's dialect is passed on byte for byte. An id is also
 recognized in the forms that vLLM makes of it: `chatcmpl-a`, `cmpl-a-0` (prompt 0),
 `generate-tokens-a`.
-Source: features.md 3.1, real-engines.md 5.1 (contracts), and vLLM 0.32.
+Source: note:features 3.1, note:real-engines 5.1 (contracts), and vLLM 0.32.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A caller uses one dialect, and a fleet may have engines of both. A call is sent 
 without the route gets the translation. Invariant: a translation requests the same operation. An
 operation that the other kind of engine can't do has no row in `_TABLE`; the worker's refusal is
 then the result.
-Sources: features.md 3.2, real-engines.md 5.1.
+Sources: note:features 3.2, note:real-engines 5.1.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def with_defaults(path: str, body: bytes) -> bytes:
     """The body of an admin call with a safe default added.
 
     SGLang's /update_weight_version aborts all running requests by default, even after a pause that
-    should keep them (features.md 3.1).
+    should keep them (note:features 3.1).
     """
     if path != UPDATE_VERSION:
         return body

@@ -1,11 +1,11 @@
-"""Results of workers, merged into one response (omni-router.md 11.1).
+"""Results of workers, merged into one response (note:omni-router 11.1).
 
 A worker succeeded if it returned a 2xx whose JSON has no `"success": false`. The operation
 succeeded if all workers did: 200, else 502 with every result. GET /model_info (11.3): a field has
 the value that all reporting workers agree on, else null; several weight versions are a 409.
-GET /get_weights_by_name (api-server.md 9.1): the array that all workers return, else an error with
-every result. The JSON is the engines' format, which this module defines. Invariant:
-`success`, `message` and `status` are at the top level of every response and every error.
+GET /get_weights_by_name (note:api-server 9.1): the array that all workers return, else an error
+with every result. The JSON is the engines' format, which this module defines. Invariant: `success`,
+`message` and `status` are at the top level of every response and every error.
 """
 
 from __future__ import annotations

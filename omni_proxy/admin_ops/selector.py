@@ -1,4 +1,4 @@
-"""Selectors of the workers that an operation applies to (routers.md 1.8).
+"""Selectors of the workers that an operation applies to (note:routers 1.8).
 
     selector = term ("," term)*            all terms must match
     term     = key "=" value | key "!=" value

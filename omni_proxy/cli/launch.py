@@ -1,7 +1,7 @@
 """`omni-proxy launch`: starts replicas and the proxy in front of them from one command line.
 
 `omni-proxy launch-router` is the same without replicas. Contract: both take the flags of
-sglang-router and have its defaults (routers.md 4 and 5); other flags go to the engine.
+sglang-router and have its defaults (note:routers 4 and 5); other flags go to the engine.
 """
 
 import os

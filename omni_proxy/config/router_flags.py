@@ -3,7 +3,7 @@
 
 Pure. Invariant: flags that those routers accept have the same effect here and find the same pods,
 or raise ConfigError with the flag's name. As there, the companions of --service-discovery have no
-effect without it. Source: features.md 2.5, 5 and 9, routers.md 1.5.
+effect without it. Source: note:features 2.5, 5 and 9, note:routers 1.5.
 """
 
 from __future__ import annotations

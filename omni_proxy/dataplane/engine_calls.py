@@ -3,7 +3,7 @@
 Contract: only Mooncake's id is awaited by a request. Few calls run at a time, each with a bounded
 time and a bounded response; a failed call has no other effect. An abort is sent immediately; its
 failure is ignored, because the engine has its own timeout. Must not tokenize texts that no policy
-has requested. Source: features.md 2.3, 2.6.
+has requested. Source: note:features 2.3, 2.6.
 """
 
 from __future__ import annotations

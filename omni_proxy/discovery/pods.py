@@ -4,7 +4,7 @@ Invariants: at most one item of a list is decoded at a time; invalid JSON raises
 `replace` and any events the members are those of the pods that match, have not ended and are not
 being deleted; only the order of events of the same pod matters. Invalid data in a pod excludes only
 that pod, with a reason. Pure: times are arguments.
-Source: Kubernetes API v1 `Pod`; features.md 9.
+Source: Kubernetes API v1 `Pod`; note:features 9.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ All other attributes are read from its worker: URL to dial, connections, credent
 cordons, weights. Invariant: a request in flight at a rank is counted at the rank and at its worker,
 so the counts of all ranks that a worker ever had add up to the worker's own. A rank stays the same
 object while its worker is in the fleet, even while `ranks` excludes it, so requests that are still
-in flight are counted when it is included again. Pure. Source: features.md 8.
+in flight are counted when it is included again. Pure. Source: note:features 8.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ rise: `success_threshold` good probes in a row. fall: `failure_threshold` failur
 `max_worker_retries` failed requests in a row. If the failures include a failed probe, the worker
 goes to the state `on_threshold`; if all were requests, to that of `eject`, by the rule and with the
 circuit breaker of `outlier_ejection.py`. Invariant: only `revive` leaves dead. Source:
-omni-router.md 9, rules of config.md.
+note:omni-router 9, note:config.
 """
 
 from __future__ import annotations

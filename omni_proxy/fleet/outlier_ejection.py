@@ -8,7 +8,7 @@ Closed: the worker is ejected when `max_worker_retries` requests in a row have f
 failures reaches `failure_threshold`. Open: no requests; there is no ejection time, good probes end
 it. Half-open: one request at a time, until one succeeds. Invariant: while it is not closed, only
 the half-open request counts, because all others began before. Pure.
-States: `health_state.py`; `eject = "remove"`: `health/outlier_removal.py`. omni-router.md 9.
+States: `health_state.py`; `eject = "remove"`: `health/outlier_removal.py`. note:omni-router 9.
 """
 
 from __future__ import annotations

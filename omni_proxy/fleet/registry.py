@@ -126,7 +126,7 @@ class Fleet:
         return self._by_url.get(worker.url) is worker and worker.health.state is Health.HEALTHY
 
     def get(self, id_or_url: str) -> Worker | None:
-        """Look up a worker by URL or worker id, percent-encoded or not (omni-router.md 2)."""
+        """Look up a worker by URL or worker id, percent-encoded or not (note:omni-router 2)."""
         return self._by_url.get(id_or_url) or self._by_url.get(unquote(id_or_url))
 
     def apply(self, entries: Sequence[WorkerSpec], now: datetime) -> MembershipChange:
@@ -179,7 +179,7 @@ class Fleet:
         """Routable regular workers with every capability of `mask`, narrowed to the model.
 
         Workers with another model drop out; if no candidate has a model, the request's model is
-        ignored (omni-router.md 8). The list is cached until the fleet changes.
+        ignored (note:omni-router 8). The list is cached until the fleet changes.
         """
         if model is not None and model not in self.models:
             # One key for all unknown names, because clients may send any number of them.

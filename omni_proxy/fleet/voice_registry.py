@@ -2,7 +2,7 @@
 
 Invariant: while the names are unknown (`names` is None) every named voice counts as uploaded, so no
 request reaches a worker that lacks its voice. A list that was requested before the last change is
-never applied. Pure. Source: omni-router.md 13.
+never applied. Pure. Source: note:omni-router 13.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class VoiceRegistry:
 
     @property
     def state(self) -> str:
-        """`registry_state` in GET /health (omni-router.md 4)."""
+        """`registry_state` in GET /health (note:omni-router 4)."""
         if not self.owner:
             return "unassigned"
         if self.current:

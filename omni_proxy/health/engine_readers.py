@@ -4,7 +4,7 @@ Invariants: while the fleet has prefill or decode workers, a worker without a ro
 until its engine has been called once; it counts as regular if the call fails. With `ranks = "auto"`
 a failed read keeps the previous value. A page without a load causes no report; a long page is
 parsed in pieces with checkpoints. The time of a load report is the start of the call.
-Sources: features.md 2.1, 8 and 10, captures of vLLM 0.32.
+Sources: note:features 2.1, 8 and 10, captures of vLLM 0.32.
 """
 
 from __future__ import annotations

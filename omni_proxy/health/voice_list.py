@@ -2,7 +2,7 @@
 
 Invariant: the registry is saved before the next read, so it survives a restart. A failed
 read keeps the known names; it is retried with back-off, and GET /health shows its error.
-Source: omni-router.md 13 (GET /v1/audio/voices?names_only=true, at most 1 MiB).
+Source: note:omni-router 13 (GET /v1/audio/voices?names_only=true, at most 1 MiB).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ or, for `kv_events = "auto"`, the one that its engine reports; an engine without
 again until it becomes healthy again. Changes of a former subscription, or from before a flush, are
 not forwarded. Without a worker with `kv_events` there is no process. If the process fails, every
 worker counts as publishing nothing, and the supervisor restarts the service. Sources:
-real-engines.md 4 (which side binds), features.md 7.
+note:real-engines 4 (which side binds), note:features 7.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The subscriber process: receives and decodes the KV events of all engines, for the main process.
 
 It is a separate process, because decoding would delay the main process's event loop. Each
-`Subscription` is one publisher's sockets, with the state that validates batches (real-engines.md 4:
-frames, replay, which side binds). Invariants: batches of two connections are never mixed: when a
-connection breaks, the socket is replaced, and its queued batches are dropped. The process exits
-when its socket to the main process closes. If the main process reads slowly, this one blocks, and
-batches queue in ZeroMQ up to a limit; beyond that they are lost, which is detected as a gap. It
-ignores signals, which the main process handles.
+`Subscription` is one publisher's sockets, with the state that validates batches
+(note:real-engines 4: frames, replay, which side binds). Invariants: batches of two connections are
+never mixed: when a connection breaks, the socket is replaced, and its queued batches are dropped.
+The process exits when its socket to the main process closes. If the main process reads slowly, this
+one blocks, and batches queue in ZeroMQ up to a limit; beyond that they are lost, which is detected
+as a gap. It ignores signals, which the main process handles.
 """
 
 from __future__ import annotations

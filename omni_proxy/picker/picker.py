@@ -4,8 +4,8 @@ Invariants: a pick is the same as for a relayed request with the same head and b
 counted in the same counters until `release`, which undoes everything that `acquire` counted. It
 never waits for a worker: if none can take the request, an error is raised immediately. A pair of
 prefill and decode workers is picked only if the sender can use one (`PickRequest.takes_pair`). The
-body of POST /select and /select_and_reserve is the model request with additional keys (features.md
-10), or has that request under `request`.
+body of POST /select and /select_and_reserve is the model request with additional keys
+(note:features 10), or has that request under `request`.
 """
 
 from __future__ import annotations

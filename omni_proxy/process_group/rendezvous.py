@@ -1,10 +1,10 @@
 """The rendezvous of a process group: its address and size, and a connection to the trainer's store.
 
 Invariant: the numbers are validated, by pure functions, before anything is opened: backends do not
-detect a wrong or duplicate rank, and the group then never forms, or forms and hangs (weight-sync.md
-0.7). `StoreConnection` detects whether the store exists, responds and is still open: torch waits
-forever on a port that accepts but does not respond, and detects a trainer that died during a
-transfer only when the group times out. It only sends pings and must never read keys.
+detect a wrong or duplicate rank, and the group then never forms, or forms and hangs
+(note:weight-sync 0.7). `StoreConnection` detects whether the store exists, responds and is still
+open: torch waits forever on a port that accepts but does not respond, and detects a trainer that
+died during a transfer only when the group times out. It only sends pings and must never read keys.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_TIMEOUT_SECS: Final = 1e9  # some clocks cannot represent more
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The address of a trainer's group, and this process's rank in it (two-phase.md 1.2).
+    """The address of a trainer's group, and this process's rank in it (note:two-phase 1.2).
 
     Rank 0 is the trainer. `timeout_s` bounds only joining; `device` is the CUDA index of an NCCL
     group's GPU: no two ranks of a group may share one. `stateless`: the group is built as in vLLM:
@@ -105,7 +105,7 @@ def _port(port: object) -> int:
 
 
 # A torch store client starts with a greeting (a magic number) and a ping with a nonce, which the
-# store sends back (weight-sync.md 0.4, 4.2).
+# store sends back (note:weight-sync 0.4, 4.2).
 GREETING: Final = struct.pack("=BI", 0, 0x3C85F7CE)
 PING: Final = 13
 NONCE_BYTES: Final = 4

@@ -96,10 +96,11 @@ def parse_specs(names: object, dtypes: object, shapes: object) -> list[Announced
 
 
 def parse_plans(body: Mapping[str, Any], *, dense: bool = False) -> tuple[TensorPlan, ...]:
-    """One plan per announced bucket of a prepare or a single-phase update (two-phase.md 1.3, 1.5).
+    """One plan per announced bucket of a prepare or a single-phase update.
 
     Accepts both forms: `buckets`, each with names, dtypes and shapes, or one bucket at the top
-    level. Raises GroupError with the first error; ignores unknown keys.
+    level. Raises GroupError with the first error; ignores unknown keys. Source: note:two-phase 1.3
+    and 1.5.
     """
     _require_broadcast(body.get("transport"))
     buckets = _buckets(body)
@@ -249,7 +250,7 @@ def _one_message_each(tensors: tuple[TensorSpec, ...], alignment_bytes: int) -> 
 
 
 def _one_flat_message(tensors: tuple[TensorSpec, ...]) -> TensorPlan:
-    """All tensors in one message, without padding between them (api-server.md 9.1)."""
+    """All tensors in one message, without padding between them (note:api-server 9.1)."""
     plan = _one_message_each(tensors, 1)
     label = f"the flattened bucket of {len(tensors)} tensors from {tensors[0].name!r} on"
     message = BroadcastMessage(label, 0, plan.block_bytes)

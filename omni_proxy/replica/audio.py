@@ -1,6 +1,6 @@
 """Audio as arrays of float32 samples within -1 and 1: WAV and raw PCM, and sample rate conversion.
 
-Invariant: output is 16-bit mono (api-server.md 1.4). Input is validated, and an unsupported or
+Invariant: output is 16-bit mono (note:api-server 1.4). Input is validated, and an unsupported or
 truncated file is an `AudioError` with a message for the client; no format is guessed. Resampling is
 linear interpolation, which is sufficient for speech: the first sample keeps its position, and no
 sample leaves the range of the input. This module does not depend on models or requests.

@@ -5,7 +5,7 @@ in the fleet the header and keys are left to the engines. A speech request with 
 audio, or with the voice `default`, is pinned to no voice; a body that was not read completely is
 pinned to the voice owner. The id of a response is recorded, with its worker, before it is sent to
 the client, and its bytes are unchanged; a request for a response of an unknown worker goes to any
-worker. Source: features.md 4 and 8, omni-router.md 13.
+worker. Source: note:features 4 and 8, note:omni-router 13.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The route table: the paths of model traffic, and the requirements of each on a worker.
 
 There is no catch-all: requests for a path in this table, or in [[routes]] of the configuration, go
-to a worker, all others to the admin API. Source: omni-router.md 4, 7 and 12; features.md 4.
+to a worker, all others to the admin API. Source: note:omni-router 4, 7 and 12; note:features 4.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ NO_MODEL = Legs(no_model=True)
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route. `traffic`: class of its counters (omni-router.md 3), which begin at
+    """One route. `traffic`: class of its counters (note:omni-router 3), which begin at
     `counter_index`. `text`: keys of the body whose content is the prefix text, if they differ from
     those that `prefix_text` reads by default."""
 

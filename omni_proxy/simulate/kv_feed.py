@@ -5,8 +5,8 @@
 Batches are MessagePack as published by an engine, and are decoded by the proxy's own code; only
 sockets and the separate process are left out. Prompts are token ids, equal if and only if blocks
 are equal: a few ids for each block, padded with blanks, so that a body has a realistic length but
-is read quickly. Invariant: the only randomness of a feed is that of `random`, and no real time.
-Source: real-engines.md 4 (vLLM publishes a batch per step and keeps 10,000 for replays).
+is read quickly. Invariant: the only randomness of a feed is that of `random`; no clock is read.
+Source: note:real-engines 4 (vLLM publishes a batch per step and keeps 10,000 for replays).
 """
 
 from __future__ import annotations

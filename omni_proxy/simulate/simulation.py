@@ -2,7 +2,7 @@
 
 The objects are those of the data plane (`ExchangeServices`) and of the fleet; only sockets, engines
 and time are models. The head of a response arrives with its first token. Health checks run at the
-configured interval. Invariant: the only randomness is that of `seed`, and no real time.
+configured interval. Invariant: the only randomness is that of `seed`; no clock is read.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
 Probes, admin operations and model lists use it; requests of clients go through the data plane. Some
 operations have different paths in different engines (`flush_cache`, `generate_token`): only the
-engine's confirmation is a success, never another route's 200 (routers.md 1.6, real-engines.md 5).
-Invariant: only literal addresses are dialled, no proxy environment variable is read, no redirect is
-followed, and no connection outlives its call. A failed call affects only its own result:
-`call_worker` and `broadcast` never raise because of a worker, and change no health state and no
-counter. Reads are limited to `READ_BYTES`, so that other tasks run in between however many chunks a
-response has: h11 parses everything that one read returned, and httpx reads 64 KiB by default.
+engine's confirmation is a success, never another route's 200 (note:routers 1.6,
+note:real-engines 5). Invariant: only literal addresses are dialled, no proxy environment variable
+is read, no redirect is followed, and no connection outlives its call. A failed call affects only
+its own result: `call_worker` and `broadcast` never raise because of a worker, and change no health
+state and no counter. Reads are limited to `READ_BYTES`, so that other tasks run in between however
+many chunks a response has: h11 parses everything that one read returned, and httpx reads 64 KiB by
+default.
 """
 
 from __future__ import annotations

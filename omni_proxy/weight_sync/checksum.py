@@ -1,6 +1,6 @@
 """Digests of weights, computed identically by replicas and by the proxy. Pure.
 
-Invariant: a digest depends only on a tensor's name, type, shape and bytes, as api-server.md 3
+Invariant: a digest depends only on a tensor's name, type, shape and bytes, as note:api-server 3
 specifies. The type is hashed by its name, so names of another library give other digests.
 """
 

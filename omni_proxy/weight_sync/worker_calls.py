@@ -201,7 +201,7 @@ async def verify_checksums(
 
 
 # Recovery of engines that a failed update left paused, or with an old prefix cache. A one-phase
-# update that fails leaves its engine paused, even if it was resumed before (api-server.md 2.4).
+# update that fails leaves its engine paused, even if it was resumed before (note:api-server 2.4).
 
 RECOVERY_SECS: Final = 30.0
 

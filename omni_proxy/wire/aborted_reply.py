@@ -3,7 +3,7 @@
 Pure: `made_at` is Unix time in seconds. Invariant: the reply has the shape of the route's own
 responses, no tokens, and the finish reason `abort`. A stream is one such event, followed by
 `[DONE]` if the route's streams end with it. Routes that generate no text get an error. Sources:
-features.md 3.1 and 4 (contracts); the Messages and Responses APIs for the events of those two.
+note:features 3.1 and 4 (contracts); the Messages and Responses APIs for the events of those two.
 """
 
 from __future__ import annotations

@@ -111,5 +111,5 @@ def encode_local_reply(
 
 
 def stream_error_event(message: str) -> bytes:
-    """The last event of a broken SSE stream (omni-router.md 10)."""
+    """The last event of a broken SSE stream (note:omni-router 10)."""
     return b"data: " + error_body(message, "upstream_error", 502, reason="stream_broken") + b"\n\n"

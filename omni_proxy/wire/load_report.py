@@ -6,8 +6,8 @@
     /v1/loads       SGLang: {"loads": [{"dp_rank", "num_waiting_reqs", "token_usage"}]}
 
 Invariant: a value that is not a finite number of at least 0, or a usage above 1, counts as not
-reported. Pure. Raises for no input. Sources: real-engines.md 5.3, features.md 10, captures of vLLM
-0.32.
+reported. Pure. Raises for no input. Sources: note:real-engines 5.3, note:features 10, captures of
+vLLM 0.32.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class WebSocketFrames:
 
 
 def error_event(error: HttpError) -> str:
-    """An error of the proxy as a message of the session (omni-router.md 12)."""
+    """An error of the proxy as a message of the session (note:omni-router 12)."""
     event = {"type": "error", "message": error.message, "error_type": error.type}
     numeric = isinstance(error.code, int)
     reason = error.extra.get("reason") if numeric else error.code
@@ -171,14 +171,14 @@ def error_event(error: HttpError) -> str:
 
 
 def close_code(status: int) -> int:
-    """The closing code for an error of the proxy (omni-router.md 12)."""
+    """The closing code for an error of the proxy (note:omni-router 12)."""
     special = {413: 1009, 429: 1013, 503: 1013}
     return special.get(status, 1008 if status < 500 else 1011)
 
 
 MAX_EVENT_BYTES = 65536
 
-# With these codes the session failed, but the worker is healthy (omni-router.md 12).
+# With these codes the session failed, but the worker is healthy (note:omni-router 12).
 _APPLICATION_CODES = frozenset((1002, 1003, 1007, 1008, 1009, 1010, 1013))
 
 

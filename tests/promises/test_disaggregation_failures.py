@@ -1,4 +1,4 @@
-"""Failures of legs: a test for each bug report about other routers (features.md 2.6), and more.
+"""Failures of legs: a test for each bug report about other routers (note:features 2.6), and more.
 
 The time limits are generous: other routers took minutes, or waited for an engine's own timeout of
 300 s; here the other leg must end at once.

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 
 # Set before torch is imported: waiting threads must not spin, and all ranks of an NCCL group need
-# the same value of the second one (two-phase.md 1.2).
+# the same value of the second one (note:two-phase 1.2).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
 # torch looks up the DNS name of each address; if answers get lost, each lookup would take 5 s.

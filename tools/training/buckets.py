@@ -1,7 +1,7 @@
 """Tensors in buckets: how each bucket is announced, and the messages that carry it.
 
 A new bucket begins if the next tensor would make the current one too large; a tensor above the
-bucket size has its own bucket (two-phase.md 2).
+bucket size has its own bucket (note:two-phase 2).
 """
 
 from __future__ import annotations

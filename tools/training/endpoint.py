@@ -1,7 +1,7 @@
 """A trainer's client of one inference endpoint; calls never raise.
 
 Trainers look at `success` (pause and continue: `status`), not at the HTTP status; an endpoint that
-can't be reached or an unreadable answer counts as a refusal with a reason (two-phase.md 1.1).
+can't be reached or an unreadable answer counts as a refusal with a reason (note:two-phase 1.1).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The forms in which tensors are sent to a group.
 
 `two-phase`: one prepare for all buckets, all broadcasts, one complete. `buckets`: the three steps
-for each bucket. `single`: one call per bucket, in progress while its bytes are sent (two-phase.md
-1.3 to 1.5). Only a sync's last call has its version and its flush.
+for each bucket. `single`: one call per bucket, in progress while its bytes are sent. Only a sync's
+last call has its version and its flush. Source: note:two-phase 1.3 to 1.5.
 """
 
 from __future__ import annotations

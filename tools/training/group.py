@@ -2,7 +2,7 @@
 
 Built as in real trainers: the store listens before the first init call and does not wait for the
 other ranks, and torch's private constructor creates a group that is never the default group
-(two-phase.md 1.2).
+(note:two-phase 1.2).
 """
 
 from __future__ import annotations

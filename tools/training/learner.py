@@ -90,7 +90,7 @@ class Learner:
 
 
 def checksum_of(tensors: Mapping[str, Tensor]) -> str:
-    """The digest that a replica with these whole tensors reports (api-server.md 3)."""
+    """The digest that a replica with these whole tensors reports (note:api-server 3)."""
     return roll_up(digests_of(tensors))
 
 

@@ -1,4 +1,4 @@
-"""One sync from its first call to its last, as in real trainers (two-phase.md 1.9).
+"""One sync from its first call to its last, as in real trainers (note:two-phase 1.9).
 
 init with a concurrent join -> pause -> the tensors -> destroy -> continue. After a failure that
 follows the pause, continue comes before destroy, regardless of the weights' state, as in real

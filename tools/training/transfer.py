@@ -1,4 +1,4 @@
-"""Weight syncs with vLLM's calls: init once, then start, update, finish (features.md 3.2).
+"""Weight syncs with vLLM's calls: init once, then start, update, finish (note:features 3.2).
 
 The trainer is rank 0 of a group without a name, whose store has its keys below the group's address,
 like vLLM's own stateless groups: a trainer that has vLLM creates the same group with

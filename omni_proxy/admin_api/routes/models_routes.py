@@ -1,7 +1,7 @@
-"""GET /v1/models and /v1/models/MODEL: the merged lists of all routable workers (omni-router.md 6).
+"""GET /v1/models and /v1/models/MODEL: the merged lists of all routable workers.
 
-Invariant: a worker's broken, slow or huge reply drops only that worker's cards; these calls change
-no health state, no counter and no in-flight count.
+Invariant: a worker's broken, slow or huge response drops only that worker's cards; these calls
+change no health state, no counter and no in-flight count. Source: note:omni-router 6.
 """
 
 from __future__ import annotations

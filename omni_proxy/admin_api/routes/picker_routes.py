@@ -1,5 +1,5 @@
 """POST /select, POST /select_and_reserve, DELETE /reservations/{id}: pick a worker for a request
-that the caller sends itself (features.md 10).
+that the caller sends itself (note:features 10).
 
 Invariant: no call waits for a worker. If none can take the request now, the response is a 503.
 After an upgrade the new program answers, also on connections to the old one.

@@ -13,7 +13,7 @@ from omni_proxy.wire.errors import bad_request
 
 
 class SessionRoutes:
-    """Ends a sticky session, which then no longer counts as load (features.md 6).
+    """Ends a sticky session, which then no longer counts as load (note:features 6).
 
     Answers immediately, without a lock and without waiting for a worker. It needs no key: a client
     that has a session's id can also send requests of that session.

@@ -1,12 +1,12 @@
 """The loads of all workers in both dialects: sgl-model-gateway's records, and pairs of URL and
 number.
 
-Contract (routers.md 1.7): an engine's own report takes precedence; without one the in-flight count
-of the proxy is shown, and in the older form -1 if the engine could not be reached.
+Contract (note:routers 1.7): an engine's own report takes precedence; without one the in-flight
+count of the proxy is shown, and in the older form -1 if the engine could not be reached.
 
 Also merges the server info of several workers into that of one server with all their ranks.
 
-Contract (two-phase.md 1): `tp_size` counts every rank behind the proxy. A value in which workers
+Contract (note:two-phase 1): `tp_size` counts every rank behind the proxy. A value in which workers
 differ is null; a flag that promises a feature is true only if all workers have it.
 """
 

@@ -149,7 +149,7 @@ def disabled_by_record(
 
 
 def worker_record(worker: Worker) -> dict[str, object]:
-    """The record of omni-router.md 3, then the proxy's own keys."""
+    """The record of note:omni-router 3, then the proxy's own keys."""
     health = worker.health
     checked = health.last_checked_at
     return {
@@ -237,7 +237,7 @@ class WorkerRecords:
         return self._record(worker, reasons(self._workers, state), state)
 
     def pool(self, status: str, model: str | None = None) -> dict[str, object]:
-        """The pool summary of omni-router.md 4; `model` narrows the records, not the counts."""
+        """The pool summary of note:omni-router 4; `model` narrows the records, not the counts."""
         workers = [w for w in self._fleet.workers if model is None or w.serves(model)]
         state = self._state()
         why = reasons(self._workers, state)

@@ -107,7 +107,7 @@ class InFlight:
 
 
 def _too_many_bytes() -> HttpError:
-    """Source: omni-router.md 10."""
+    """As SGLang-Omni's router refuses a request (note:omni-router 10)."""
     return HttpError(
         503, "router overloaded: too many bytes of request bodies are held", 503,
         close=True, type="overloaded_error", reason="max_held_bytes",

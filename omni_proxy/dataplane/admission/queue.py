@@ -129,7 +129,7 @@ class Queue:
     async def wait_for_slot(self, io: IoTask, exchange: Exchange, *, unread: bool) -> None:
         """Wait for a slot of [server] max_inflight, and take it.
 
-        Without a queue it raises HttpError `overload_status` immediately (omni-router.md 10).
+        Without a queue it raises HttpError `overload_status` immediately (note:omni-router 10).
         Raises HttpError, ClientDisconnected, PhaseTimeout.
         """
         if self._inflight.admit(exchange):
@@ -373,8 +373,8 @@ def _timeout_status(error: HttpError, server: ServerConfig) -> int:
 
 
 def _overloaded(error: HttpError, waited: str, reason: str, status: int) -> HttpError:
-    """The error of omni-router.md 10. After a timeout without a worker in rotation, the reason is
-    `error.code`."""
+    """The error of SGLang-Omni's router (note:omni-router 10). After a timeout without a worker in
+    rotation, the reason is `error.code`."""
     missing = reason == "queue_timeout" and isinstance(error.code, str)
     return HttpError(
         status, f"{error.message}; {waited}", status,

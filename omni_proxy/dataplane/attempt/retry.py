@@ -37,7 +37,7 @@ def report_end(services: ExchangeServices, exchange: Exchange, worker: Worker) -
 
 
 def _changed_voices(exchange: Exchange) -> bool:
-    """Whether an upload or deletion succeeded: its worker owns the voices (omni-router.md 13)."""
+    """Whether an upload or deletion succeeded: its worker owns the voices (note:omni-router 13)."""
     return exchange.method in ("POST", "DELETE") and 200 <= exchange.status < 300
 
 

@@ -2,7 +2,7 @@
 
 Contract: nothing has been sent to the client, and both legs have ended. The next pair is acquired
 when `after` returns None. A worker is reported to outlier ejection only for its own failures, never
-for one of the transfer; the prefill leg reports its own. Source: features.md 2.4, 2.6.
+for one of the transfer; the prefill leg reports its own. Source: note:features 2.4, 2.6.
 """
 
 from __future__ import annotations

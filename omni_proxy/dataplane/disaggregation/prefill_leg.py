@@ -3,7 +3,8 @@
 Contract: the leg counts as in flight at its worker until its own last byte, and is released exactly
 once. A failure is reported to outlier ejection only for this worker, and not if the KV transfer
 failed. No byte of its response is sent to the client from here. On the fast path (`send_directly`)
-it has no coroutine unless its response differs from the worker's last one. Source: features.md 2.6.
+it has no coroutine unless its response differs from the worker's last one. Source:
+note:features 2.6.
 """
 
 from __future__ import annotations

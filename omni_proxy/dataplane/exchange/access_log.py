@@ -1,8 +1,8 @@
 """The records of the access log and the route log for an exchange that has ended.
 
 Invariant: secrets in the query are masked; other text of clients is escaped, so that a record is
-one line without control characters. JSON is ASCII. Source of the route log's keys: omni-router.md
-14.
+one line without control characters. JSON is ASCII. Source of the route log's keys:
+note:omni-router 14.
 """
 
 from __future__ import annotations

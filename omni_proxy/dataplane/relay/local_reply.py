@@ -34,7 +34,7 @@ async def reply_with_error(
     the request was read to its end."""
     error = cause if isinstance(cause, HttpError) else _timeout_error(str(cause))
     if exchange.route is None and exchange.target.partition("?")[0] in TOPPED:
-        # Clients of the admin routes read these fields too (api-server.md 9.1).
+        # Clients of the admin routes read these fields too (note:api-server 9.1).
         error.extra |= {"success": False, "message": error.message, "status": "error"}
     fields = b"".join(diagnostic_fields(exchange)) if exchange.attempts else rate_lines(exchange)
     fields += _id_line(io, exchange) + exchange.cors

@@ -5,7 +5,7 @@ Contract: `relay` never raises because of the worker: after the first relayed by
 retry, and a truncated response always ends abnormally (no last chunk, too few bytes, a reset).
 `_relay_chunks` determines the cost per token, so it parses and awaits only what it must. The
 worker's bytes are relayed unchanged if the client can read their framing. All headers of
-omni-router.md 10 are written by `diagnostic_fields`, also for the fast path and local replies.
+note:omni-router 10 are written by `diagnostic_fields`, also for the fast path and local replies.
 """
 
 from __future__ import annotations

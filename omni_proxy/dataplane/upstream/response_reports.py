@@ -3,8 +3,8 @@ tokens from the body, for the policy that picked the worker.
 
 Contract: no byte of a body is changed, and no function raises. The proxy requests the load
 (`UpstreamPool.asks_for_load`), but not from workers with data-parallel ranks; the client gets the
-field only if it requested it, as the engine wrote it (real-engines.md 5.3). The cache report is in
-the last chunk of a complete 2xx. In two legs SGLang's decode engine reports the prefill engine's
+field only if it requested it, as the engine wrote it (note:real-engines 5.3). The cache report is
+in the last chunk of a complete 2xx. In two legs SGLang's decode engine reports the prefill engine's
 cache; with NIXL the prefill response is read. A decode worker that computed the prompt itself
 reports its own cache.
 """

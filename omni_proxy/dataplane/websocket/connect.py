@@ -2,7 +2,7 @@
 
 Contract: no message of the session was sent to a worker whose attempt failed. Only failed
 connections and the statuses that count against a worker's health are reported, as for any other
-response (`dataplane/attempt/retry`). Source: omni-router.md 12, RFC 6455.
+response (`dataplane/attempt/retry`). Source: note:omni-router 12, RFC 6455.
 """
 
 from __future__ import annotations

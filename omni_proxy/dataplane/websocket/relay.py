@@ -4,7 +4,7 @@ The client's handshake is accepted first, because only its first message determi
 then on every error is an error event and a close frame. Frames are relayed both ways, and each side
 is read only while the other accepts all bytes (back-pressure). A client's messages are forwarded
 whole, so that no part of one above its limit reaches a worker; a worker's in chunks as they arrive.
-Source: omni-router.md 12, RFC 6455.
+Source: note:omni-router 12, RFC 6455.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SOURCE_RANK: Final = 0
 
-# Both sides need the first variable (two-phase.md 1.2). Without the others, torch ends the whole
+# Both sides need the first variable (note:two-phase 1.2). Without the others, torch ends the whole
 # process if a collective times out or an abort takes long; here only the group may end.
 NCCL_ENVIRONMENT: Final = {
     "NCCL_CUMEM_ENABLE": "0",
@@ -252,7 +252,7 @@ class GlooBackend:
         self.receive(parts, on_complete, lambda: None, timeout_secs)
 
     def abort(self) -> None:
-        """Does nothing: abort() and shutdown() of gloo have no effect (weight-sync.md 0.1)."""
+        """Does nothing: abort() and shutdown() of gloo have no effect (note:weight-sync 0.1)."""
 
 
 class NcclBackend:

@@ -1,10 +1,10 @@
 """Memory for received bytes, reused from one receive to the next.
 
-Reuse matters because a first touch of fresh pages costs more than the receive (weight-sync.md
-0.10). `BufferPool` is memory of this process; `SharedBlockPool` has anonymous files that a child
-process receives into and this process reads; they leave nothing in /dev/shm, however a process
-ends. Invariant: a block is reused only after the last tensor that views it was dropped, so it is
-never written while a reader may still use it.
+Reuse matters because a first touch of fresh pages costs more than the receive
+(note:weight-sync 0.10). `BufferPool` is memory of this process; `SharedBlockPool` has anonymous
+files that a child process receives into and this process reads; they leave nothing in /dev/shm,
+however a process ends. Invariant: a block is reused only after the last tensor that views it was
+dropped, so it is never written while a reader may still use it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 It has no HTTP and no model. Backends do not report a peer that sends less than it announced. A
 known pattern (sentinel) at the end of each message, and at intervals within it, detects that
-(weight-sync.md 6.5b), and shows how many bytes have arrived. If a peer sends more, gloo aborts the
-process; a caller that must survive that has to receive in a child process.
+(note:weight-sync 6.5b), and shows how many bytes have arrived. If a peer sends more, gloo aborts
+the process; a caller that must survive that has to receive in a child process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SHA-256 of each tensor, computed in separate threads while later tensors still arrive.
 
 Invariant: a digest depends only on a tensor's name, dtype, shape and bytes, exactly as in
-api-server.md 3 (a test compares it with the checksum that replicas return).
+note:api-server 3 (a test compares it with the checksum that replicas return).
 """
 
 from __future__ import annotations

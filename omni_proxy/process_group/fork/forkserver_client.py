@@ -26,7 +26,7 @@ from omni_proxy.shared.child_exit import exit_text
 
 log = logging.getLogger(__name__)
 
-# gloo aborts its process if a peer sends more than was announced (weight-sync.md 0.3).
+# gloo aborts its process if a peer sends more than was announced (note:weight-sync 0.3).
 GLOO_OVERSENT: Final = "EnforceNotMet"
 STDERR_TAIL_BYTES: Final = 4096
 EXIT_SECS: Final = 5.0

@@ -1,4 +1,4 @@
-"""GET /openapi.json, and the page for /docs and /redoc that renders it (api-server.md 1.0).
+"""GET /openapi.json, and the page for /docs and /redoc that renders it (note:api-server 1.0).
 
 Invariant: the document describes the mounted routes: paths and methods are read from the app when
 the document is first requested. A test fails for an endpoint without an entry in the table. The

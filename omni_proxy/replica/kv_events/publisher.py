@@ -7,7 +7,7 @@
 A block's hash covers its tokens and all before it. Invariants: a block is in `held` while at least
 one cache entry has all of its tokens; `publish` never blocks, and a dropped batch leaves a gap in
 the numbers. The sockets belong to a thread once it runs. After `close` the ports are free.
-Contract: real-engines.md 4, features.md 7.
+Source: note:real-engines 4, note:features 7.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Settings of a publisher of KV events, the options of `omni-proxy replica` that set them, and how
 vLLM and SGLang report where events are published.
 
-Contract: real-engines.md 4 (vLLM 0.32: keys, defaults, when it binds; `/kv_event_sources`),
-features.md 7 (`kv_events` of `/server_info`).
+Source: note:real-engines 4 (vLLM 0.32: keys, defaults, when it binds; `/kv_event_sources`),
+note:features 7 (`kv_events` of `/server_info`).
 Invariant: a `KvEventSettings` holds values in range, and endpoints of a known form; invalid values
 are refused before a model is loaded, with the option's name. Reported endpoints have the bound port
 for port 0, and this replica's address for `*`. Imports neither torch nor ZeroMQ.

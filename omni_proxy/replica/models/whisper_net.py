@@ -2,7 +2,7 @@
 
 Invariant: tokens appended one by one to a `DecodingState` get the same logits as if appended
 together; every length in the file is checked before reading, and an unsupported variable is an
-error. The file is CTranslate2's `model.bin`, version 6, with two files beside it (models.md 3).
+error. The file is CTranslate2's `model.bin`, version 6, with two files beside it (note:models 3).
 Log-mel spectra are those of Whisper's training: 16 kHz, windows of 400 samples every 160, 80 bands.
 They always cover 30 s, with silence after shorter audio, because the decoder repeats itself on
 short windows. This module does not interpret tokens.

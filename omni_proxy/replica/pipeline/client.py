@@ -165,7 +165,7 @@ class Client:
         return self._coordinator.end_early(wanted)
 
     def health(self) -> dict[str, Any]:
-        """The body of GET /health (api-server.md 1.1)."""
+        """The body of GET /health (note:api-server 1.1)."""
         return self._coordinator.health()
 
     def stats(self) -> dict[str, dict[str, float]]:
@@ -187,7 +187,7 @@ class Client:
         stages: list[str] | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """Run one operation on the stages; returns the aggregate of api-server.md 2.2.
+        """Run one operation on the stages; returns the aggregate of note:api-server 2.2.
 
         Raises RequestFailed: 400 for an unknown stage, 503 when stopped, 504 on timeout.
         """
@@ -198,7 +198,7 @@ class Client:
         return self._coordinator.profiling_run_id
 
     def profiler_start(self, start: ProfilerStart) -> None:
-        """Start recording at every stage; stages do not answer (api-server.md 4)."""
+        """Start recording at every stage; stages do not answer (note:api-server 4)."""
         self._coordinator.profiler_start(start)
 
     def profiler_stop(self, run_id: str | None = None) -> str | None:

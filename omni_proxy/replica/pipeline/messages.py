@@ -80,7 +80,7 @@ class Admin(Struct, frozen=True, tag="admin"):
 
 
 class ProfilerStart(Struct, frozen=True, tag="profiler_start"):
-    """Start recording; there is no answer (api-server.md 4)."""
+    """Start recording; there is no answer (note:api-server 4)."""
 
     run_id: str
     trace_path_template: str = ""
@@ -129,7 +129,7 @@ class StageFailure(Struct, frozen=True, tag="failed"):
 
 
 class AdminResult(Struct, frozen=True, tag="admin_result"):
-    """One stage's answer to one operation (api-server.md 2.2)."""
+    """One stage's answer to one operation (note:api-server 2.2)."""
 
     op_id: str
     stage: str

@@ -1,7 +1,7 @@
 """Records events of requests, one JSON line each, while a profiling run is active.
 
-Contract (api-server.md 4.2): the file is `<event_dir>/events_<owner>_<pid>.jsonl`, appended line by
-line. `record` costs one comparison when idle, never raises, and counts the events that it drops.
+Contract (note:api-server 4.2): the file is `<event_dir>/events_<owner>_<pid>.jsonl`, appended line
+by line. `record` costs one comparison when idle, never raises, and counts the events that it drops.
 Any thread may call any method. A process has one torch trace at a time, since two open profilers
 would crash it; a trace that fails is logged and has no other effect.
 """
@@ -126,7 +126,7 @@ class TorchTrace:
         self._run_id = ""
 
     def start(self, run_id: str, template: str) -> None:
-        """Start; the path `template` may contain {run_id} and {stage} (api-server.md 4.1)."""
+        """Start; the path `template` may contain {run_id} and {stage} (note:api-server 4.1)."""
         self.stop(None)
         if not _trace_lock.acquire(blocking=False):
             return  # another stage of this process already records all threads

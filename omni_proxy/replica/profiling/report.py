@@ -1,9 +1,9 @@
 """Reports from event files: each request's time by stage and by hop between stages.
 
 `omni-proxy replica profile SOURCE` prints a report as a table, JSON or a self-contained HTML page
-(no script, no network; all text from events is escaped). Contract (api-server.md 4.3): tools depend
-on names, order and rounding of the rows; a line that is not an event is reported on stderr and
-skipped. Exit status: 0, also with skipped lines; 1 if the output cannot be written.
+(no script, no network; all text from events is escaped). Contract (note:api-server 4.3): tools
+depend on names, order and rounding of the rows; a line that is not an event is reported on stderr
+and skipped. Exit status: 0, also with skipped lines; 1 if the output cannot be written.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from omni_proxy.replica.pipeline.stage import (
 )
 
 VOICE = "heart"
-# OpenAI's clients always send one of its voices; all are mapped to this one (api-server.md 1.4).
+# OpenAI's clients always send one of its voices; all are mapped to this one (note:api-server 1.4).
 VOICE_ALIASES = (
     *("default", "alloy", "ash", "ballad", "cedar", "coral", "echo", "fable"),
     *("marin", "nova", "onyx", "sage", "shimmer", "verse"),

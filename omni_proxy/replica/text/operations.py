@@ -1,4 +1,4 @@
-"""Admin operations of the text stage (api-server.md 2.3, 2.4), and the runner of slow ones.
+"""Admin operations of the text stage (note:api-server 2.3, 2.4), and the runner of slow ones.
 
     begin ──step──> thread ──StepDone──> advance ──step──> ... ──return──> the operation's result
 

@@ -74,7 +74,7 @@ class TextScheduler:
 
     Operations registered with `register_admin` run between two steps and may use every public
     attribute; those of `register_slow_admin` too, except in the steps they yield. `record` is
-    called for the scheduler's events of api-server.md 4.2, each of `at_end` when `run` ends;
+    called for the scheduler's events of note:api-server 4.2, each of `at_end` when `run` ends;
     `sync_facts` returns how new weights arrive; `weights_damaged` is called when another part of
     the model is damaged.
     """

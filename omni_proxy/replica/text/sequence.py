@@ -22,7 +22,7 @@ from omni_proxy.replica.text.prompt import Prompt
 
 
 class StopStrings:
-    """Cuts one text at its first stop string (api-server.md 1.3).
+    """Cuts one text at its first stop string (note:api-server 1.3).
 
     After a match, `hit` is the stop string and nothing more is released.
     """

@@ -1,4 +1,4 @@
-"""Checksums of a model's weights: one digest per tensor, and one of all (api-server.md 3).
+"""Checksums of a model's weights: one digest per tensor, and one of all (note:api-server 3).
 
 Invariant: the live tensors' bytes are hashed in place, without a copy if they are in host memory. A
 snapshot holds digests, not tensors.

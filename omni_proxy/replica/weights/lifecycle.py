@@ -1,10 +1,10 @@
-"""One weight update from request to answer, including the scheduler's pause (api-server.md 2.4).
+"""One weight update from request to answer, including the scheduler's pause (note:api-server 2.4).
 
     active requests? ──> stage (thread) ──> drop ──> swap (thread) ──> flush KVs, set version
 Invariant: requests are dropped only after the new weights passed all checks. A failed update leaves
 the old weights unchanged and reports it. KVs computed with old weights are never used again: a
 request that runs during a swap without a pause is recomputed and continues with the new weights.
-Weights are `open` while a single bucket may not be the last one (two-phase.md 7, S7), `uncertain`
+Weights are `open` while a single bucket may not be the last one (note:two-phase 7, S7), `uncertain`
 if such a sync can no longer finish or a swap failed halfway; requests are accepted in both states.
 """
 

@@ -1,4 +1,4 @@
-"""This rank's membership in trainers' groups: join, arm, wait, leave (two-phase.md 1, 7).
+"""This rank's membership in trainers' groups: join, arm, wait, leave (note:two-phase 1, 7).
 
 Invariant: blocking calls run in an operation's steps, decisions in the stage's thread. All
 announced tensors are validated before a rank is armed. After a failure, no rank is armed, the live

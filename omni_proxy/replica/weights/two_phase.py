@@ -1,4 +1,4 @@
-"""Weights over a group: prepared first and completed later, or both in one call (two-phase.md 1).
+"""Weights over a group: prepared first and completed later, or both in one call (note:two-phase 1).
 
     prepare: check all, arm ──> (the trainer broadcasts) ──> complete: wait, stage, swap, version
 

@@ -1,4 +1,4 @@
-"""The admin actions on weights of a text stage (api-server.md 2.4, 3, 9.1).
+"""The admin actions on weights of a text stage (note:api-server 2.4, 3, 9.1).
 
 Invariant: reading, receiving, copying and hashing run in an operation's own thread. An invalid
 request is refused before a group or a weight is touched. Between the preparation of an update and

@@ -1,4 +1,4 @@
-"""The admin actions of vLLM's weight routes: init, start, update, finish (features.md 3.2).
+"""The admin actions of vLLM's weight routes: init, start, update, finish (note:features 3.2).
 
     init: join the trainer's group ──> start ──> update (announce, receive) * ──> finish: swap
 vLLM's protocol does not name the group: keys in the store of rank 0, the trainer, begin with the

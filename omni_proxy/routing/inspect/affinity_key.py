@@ -1,8 +1,8 @@
 """The affinity key of a request, which keeps a session, or a client, on one worker.
 
 It is the first header of `[routing] session_headers` that is present, else the first key of
-`session_body_keys` in the JSON body (routers.md 1.1, features.md 6). Invariant: equal bytes give
-the same key in a header, in a body (as UTF-8) and in `POST /finish_session`; a key has at most
+`session_body_keys` in the JSON body (note:routers 1.1, note:features 6). Invariant: equal bytes
+give the same key in a header, in a body (as UTF-8) and in `POST /finish_session`; a key has at most
 `MAX_KEY_BYTES`. The body is parsed only if a body key is configured and no header has a value.
 """
 

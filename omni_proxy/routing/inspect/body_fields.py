@@ -2,7 +2,7 @@
 
 Invariant: `BodyFields` refers to the bytes that it was read from and stores almost nothing else; a
 value is decoded when it is used. Reading a body takes time linear in its length. Accepts what
-Python's JSON reader accepts (NaN, UTF-16), as workers do. Source: omni-router.md 7.
+Python's JSON reader accepts (NaN, UTF-16), as workers do. Source: note:omni-router 7.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The routing fields of JSON bodies that are too large to be decoded (omni-router.md 7).
+"""The routing fields of JSON bodies that are too large to be decoded (note:omni-router 7).
 
 Above `LARGE_BYTES` only the fields at the top level are read; nested values are skipped by their
 brackets and strings, without validation. A body of up to `ONE_PASS_BYTES` is read in one pass, a

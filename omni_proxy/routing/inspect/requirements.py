@@ -1,4 +1,4 @@
-"""The requirements of a request on a worker, from its body and hint headers (omni-router.md 7).
+"""The requirements of a request on a worker, from its body and hint headers (note:omni-router 7).
 
 Invariant: the same body and hints give the same `Requirements`; the body is decoded only for
 reading and forwarded byte for byte. A body that is not JSON where JSON is required is refused.
@@ -250,7 +250,8 @@ def requirements_of_large_json(
 
 def inspect_session(route: Route, first: str | bytes, facts: HeadFacts) -> Requirements:
     """The requirements of a speech session by its first message. One that is not session.config
-    adds none; the worker refuses it (omni-router.md 12). Raises HttpError 400 for invalid hints."""
+    adds none; the worker refuses it (note:omni-router 12). Raises HttpError 400 for invalid
+    hints."""
     fields = _session_fields(first)
     if fields is None:
         requirements = Requirements(route.mask)

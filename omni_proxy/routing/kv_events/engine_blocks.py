@@ -1,7 +1,7 @@
 """The blocks that one engine has cached, by the engine's hashes ("names"): their keys and parents.
 
 Invariant: `has_holes` is true if and only if some block is held whose parent is not. Source:
-features.md 7 (media, removals).
+note:features 7 (media, removals).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A batch is `[time, [event, ...], rank?]`. An event is a map with a `type`, or an
 element is the type and whose later ones may be missing; both forms may have fields of later
 versions, which are ignored. Invariant: any bytes give a `DecodedBatch` or `UndecodablePayload`; an
 event that can't be read reliably is counted in `undecodable`, never skipped silently.
-Sources: features.md 7, real-engines.md 4 (vLLM 0.32.0), captures of both.
+Sources: note:features 7, note:real-engines 4 (vLLM 0.32.0), captures of both.
 """
 
 from __future__ import annotations

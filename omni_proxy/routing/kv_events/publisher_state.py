@@ -8,7 +8,7 @@ last batch that arrived, as far as plain requests can use them. A batch that is 
 or from another engine ends this mode before any later event is applied. After a broken connection
 batch numbers do not prove continuity: the last batch must arrive again, byte for byte. Pure: the
 caller supplies batches, times and changes of the connection, and requests replays (`replay_from`).
-Sources: features.md 7 (trust), real-engines.md 4 (restart, flush, replay).
+Sources: note:features 7 (trust), note:real-engines 4 (restart, flush, replay).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The decode leg contains the address of the prefill engine's bootstrap server, and the engine's id,
 which `GET /query` there returns and which changes when the engine restarts.
-Source: features.md 2.3, 2.7.
+Source: note:features 2.3, 2.7.
 """
 
 from __future__ import annotations

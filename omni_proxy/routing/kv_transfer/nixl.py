@@ -3,7 +3,7 @@
 The prefill engine computes the prompt and one token; its response has `kv_transfer_params` with
 the location of its KV blocks. Invariants: that object is copied as it is, none of its keys is
 interpreted here; decode gets the client's limits and `stream`; a client's own `kv_transfer_params`
-never reach an engine. Source: features.md 2.2, 2.7.
+never reach an engine. Source: note:features 2.2, 2.7.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 `policy = "cache_aware"` runs the subclass `event_aware.EventAware`. The chosen worker counts as
 holder of the text until its response reports less (`feedback`). Invariants: equal workers are
 picked in turn; previews change no state; one tree, bounded in total, keyed by the models that
-workers name; prefixes of requests in flight are not evicted by feedback. Source: routers.md 2.
+workers name; prefixes of requests in flight are not evicted by feedback. Source: note:routers 2.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Exact workers are compared with the inferred state of workers without events: th
 the prompt wins. If all are exact and none has enough, the shortest queue. Invariants: with
 `source = "inferred"` every choice is that of `cache_aware`; an exact worker counts as having only
 blocks that it reported, or that were sent to it a moment ago; a preview changes no state.
-Source: features.md 7.
+Source: note:features 7.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def load_word(worker: Worker) -> str:
 
 
 class LeastRequest(Policy):
-    """The worker with the fewest exchanges in flight; ties are picked in turn (omni-router.md 8).
+    """The worker with the fewest exchanges in flight; ties are picked in turn (note:omni-router 8).
 
     With equal weights the scan starts at the turn and stops at the first idle worker, so it costs
     O(1) in a fleet with idle workers. The next turn starts after the picked worker: otherwise the

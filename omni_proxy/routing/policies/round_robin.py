@@ -12,7 +12,7 @@ from omni_proxy.routing.policies.policy import Policy, RandomBelow
 
 
 class RoundRobin(Policy):
-    """One counter over all requests, taken modulo the number of candidates (omni-router.md 8).
+    """One counter over all requests, taken modulo the number of candidates (note:omni-router 8).
 
     If weights differ, smooth weighted round robin: per request each candidate gains its weight as
     credit, the one with the most credit is picked and loses the sum of all weights. This avoids

@@ -7,8 +7,8 @@ The dialect of an engine is detected by its replies:
     collective_rpc  /weight_info (vLLM, dev mode) reload_weights, then        root in /v1/models
                                                   /update_weight_version
 Invariant: after a result with `unchanged` the engine still has its former weights. A load is never
-assumed to have worked: label and digest are read from the worker. Sources: weight-sync.md 3,
-real-engines.md 5.1, and the CPU build of vLLM 0.32.0 for `reload_weights`.
+assumed to have worked: label and digest are read from the worker. Sources: note:weight-sync 3,
+note:real-engines 5.1, and the CPU build of vLLM 0.32.0 for `reload_weights`.
 """
 
 from __future__ import annotations

@@ -239,8 +239,8 @@ class OperationRunner:
                     self._journal.cordon_paused(result.worker)
 
     def _forget_cache(self, result: WorkerResult) -> None:
-        """Record that vLLM cleared its caches: it does if a pause aborts requests (real-engines.md
-        4)."""
+        """Record that vLLM cleared its caches: it does if a pause aborts requests
+        (note:real-engines 4)."""
         worker, path = self._fleet.find(result.worker), result.sent_to or self._route.path
         keeps = self._call.argument("mode") in ("keep", "in_place", "retract")
         if worker is not None and path in (PAUSE, SLEEP) and not keeps:

@@ -1,4 +1,4 @@
-"""Compares the checksums that workers report for their weights (api-server.md 3, 9.1). Pure.
+"""Compares the checksums that workers report for their weights (note:api-server 3, 9.1). Pure.
 
 Two workers are comparable if both report the same number of ranks (compared rank by rank), or if
 both report a digest over the gathered, whole tensors. Different kinds of engines hash differently,
@@ -17,7 +17,7 @@ from omni_proxy.admin_ops.results import WorkerResult
 
 OMNI, SGLANG, VLLM = "omni", "sglang", "vllm"
 # SHA-256 of no bytes: the checksum of every tensor that an engine has repacked, such as vLLM's
-# linear layers on a CPU, whatever its values (real-engines.md 5.1).
+# linear layers on a CPU, whatever its values (note:real-engines 5.1).
 EMPTY: Final = hashlib.sha256(b"").hexdigest()
 
 

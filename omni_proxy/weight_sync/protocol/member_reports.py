@@ -1,7 +1,7 @@
 """Reports of a sync's members: their progress, and their results merged for the trainer. Pure.
 
 Invariants: `success`, `message` and `status` are top-level keys of every response and never
-contradict the status code; `num_buckets_received` is the count of one member (two-phase.md 1.3,
+contradict the status code; `num_buckets_received` is the count of one member (note:two-phase 1.3,
 1.4). A member never counts as stalled if it reports nothing, only repeats an old report, or has
 received everything.
 """

@@ -1,10 +1,10 @@
 """Parses the bodies of a trainer's calls before anything is forwarded. Pure.
 
-Group calls (weight-sync.md 3.1): unknown keys are ignored; numbers may be strings. vLLM's weight
-transfer (features.md 3.2): `init_info` and `update_info` belong to the engines' backend (nccl, ipc,
-m2n and others). They are opaque except for the ranks: each worker gets its own `rank_offset`, and
-its own part of a list with an entry for each rank. Invariant: a body that parses here can't make a
-member wait until the group's timeout. Errors are GroupError, with a message for the trainer.
+Group calls (note:weight-sync 3.1): unknown keys are ignored; numbers may be strings. vLLM's weight
+transfer (note:features 3.2): `init_info` and `update_info` belong to the engines' backend (nccl,
+ipc, m2n and others). They are opaque except for the ranks: each worker gets its own `rank_offset`,
+and its own part of a list with an entry for each rank. Invariant: a body that parses here can't
+make a member wait until the group's timeout. Errors are GroupError, with a message for the trainer.
 """
 
 from __future__ import annotations

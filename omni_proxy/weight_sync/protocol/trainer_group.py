@@ -5,10 +5,10 @@
                                     ├←─────applied (a bucket of several)───────────────┤
                                     └←─published── verifying ←─closed (the whole)──────┘
     any but idle ─failed, destroy→ aborting ─disarmed→ idle
-Invariants: only `TRANSITIONS` occur; a refused call has a row in `REFUSALS` (weight-sync.md 6.2); a
-step succeeds only if it does at every member; a version is published only for members that applied
-all of it and agree; a member that may have other weights ends uncertain; a failure ends the group.
-`GroupOwner.to_dict` is the `owner` in refusals of other trainers' calls.
+Invariants: only `TRANSITIONS` occur; a refused call has a row in `REFUSALS` (note:weight-sync 6.2);
+a step succeeds only if it does at every member; a version is published only for members that
+applied all of it and agree; a member that may have other weights ends uncertain; a failure ends the
+group. `GroupOwner.to_dict` is the `owner` in refusals of other trainers' calls.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Headers are written before the tensors arrive, and validated when the version is read. Tensors are
 in announced order without gaps, as the format requires, so a block of them can be received directly
-into the file. A proof compares a worker's checksums (api-server.md 3) with the version's digests; a
-tensor that the worker keeps in another dtype has another digest and is not compared.
-Invariants: a manifest is `complete` only if every byte of every tensor was received; without a
-comparison nothing counts as proven.
+into the file. A proof compares a worker's checksums (note:api-server 3) with the version's digests;
+a tensor that the worker keeps in another dtype has another digest and is not compared. Invariants:
+a manifest is `complete` only if every byte of every tensor was received; without a comparison
+nothing counts as proven.
 """
 
 from __future__ import annotations

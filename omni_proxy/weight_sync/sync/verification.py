@@ -36,7 +36,7 @@ from omni_proxy.weight_sync.worker_calls import read_labels, request_checksums
 
 MISMATCH: Final = "its checksums differ from those of other workers"
 INSTANCE_TIMEOUT_SECS: Final = 5.0
-PAUSED_STATUS: Final = 409  # vLLM's checksum route if the engine is paused (features.md 3.2)
+PAUSED_STATUS: Final = 409  # vLLM's checksum route if the engine is paused (note:features 3.2)
 
 
 @dataclass(frozen=True, slots=True)

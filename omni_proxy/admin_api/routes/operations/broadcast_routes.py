@@ -1,4 +1,4 @@
-"""Admin routes that send one request to every worker that is not dead (omni-router.md 11).
+"""Admin routes that send one request to every worker that is not dead (note:omni-router 11).
 
 Invariant: nothing is sent before the whole request is validated; workers get the client's bytes
 (except for `with_defaults`), or the same call in the dialect of their engine. Every response, also

@@ -1,7 +1,7 @@
 """Routes that request reports from all engines and merge them into one response.
 
 They are those of sglang and sgl-model-gateway: loads, server and model info, cache flush, a health
-check that generates, metrics (routers.md 1.6, 1.7). Invariant: if a worker does not answer, only
+check that generates, metrics (note:routers 1.6, 1.7). Invariant: if a worker does not answer, only
 its own part of the response is missing.
 """
 

@@ -1,4 +1,4 @@
-"""sgl-model-gateway's control routes for RL, on the proxy's operation queue (routers.md 1.8).
+"""sgl-model-gateway's control routes for RL, on the proxy's operation queue (note:routers 1.8).
 
 Invariant: a path that is an admin route is handled as one, with its lock, its cordon and its
 journal record; any other path is sent to the engines unchanged.

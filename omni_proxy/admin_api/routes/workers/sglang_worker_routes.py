@@ -1,6 +1,6 @@
 """The text routes of the first sglang-router: /add_worker, /remove_worker, /list_workers.
 
-Contract: clients compare the texts character by character (routers.md 5). A worker is added only
+Contract: clients compare the texts character by character (note:routers 5). A worker is added only
 after it answered its health check; until then nothing has changed. A request that names the worker
 in a JSON body, as miles does, gets a JSON response, and may be repeated.
 """

@@ -1,4 +1,4 @@
-"""Workers over HTTP: list, get, add, change, delete (omni-router.md 5, and sgl-model-gateway's
+"""Workers over HTTP: list, get, add, change, delete (note:omni-router 5, and sgl-model-gateway's
 dialect).
 
 Invariant: every change goes through the configuration store, whole or not at all; health

@@ -1,6 +1,6 @@
 """Cross-origin requests: CORS headers, and protection of admin routes from foreign web pages.
 
-Any page may use model routes and read-only routes (api-server.md 1.0). Without an admin key, the
+Any page may use model routes and read-only routes (note:api-server 1.0). Without an admin key, the
 only credential is the caller's network location, which any web page in a user's browser shares.
 Invariant: a route that is not listed as open refuses requests from pages of another origin, GET
 requests of browsers, and browser requests with a Host whose DNS record may be an attacker's (DNS

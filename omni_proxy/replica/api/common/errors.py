@@ -1,7 +1,7 @@
 """The three error formats of the routes: `{"detail"}`, OpenAI's and the speech routes'.
 
 `DetailError`, `OpenAIError` and `SpeechError` determine the format; an error of the pipeline client
-becomes `{"detail"}`. A `SpeechError` has four keys that are always present (api-server.md 1.0); a
+becomes `{"detail"}`. A `SpeechError` has four keys that are always present (note:api-server 1.0); a
 client error names the field at fault, a server error names none. Invariant: an unexpected error is
 a plain-text 500 without details.
 """
@@ -85,7 +85,7 @@ def error_type(status: int) -> str:
 
 
 def status_and_message(error: ClientError) -> tuple[int, str]:
-    """The HTTP status and the message for an error of the pipeline client (api-server.md 1.3)."""
+    """The HTTP status and the message for an error of the pipeline client (note:api-server 1.3)."""
     if isinstance(error, QueueFullError):
         return 503, str(error)
     return error.status, error.message

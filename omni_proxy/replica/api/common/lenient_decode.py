@@ -2,9 +2,9 @@
 
 A value of the right type is used unchanged. A value of another type with the same meaning ("5" or
 5.0 for 5) is converted. Any other value is a 422 item `{type, loc, msg, input[, ctx]}`
-(api-server.md 1.0), with pydantic's types, locations and messages. Invariant: the list of problems
-is empty if and only if the coerced value can be converted; it has all problems, up to MAX_PROBLEMS.
-A body that is not JSON is refused before any field is checked.
+(note:api-server 1.0), with pydantic's types, locations and messages. Invariant: the list of
+problems is empty if and only if the coerced value can be converted; it has all problems, up to
+MAX_PROBLEMS. A body that is not JSON is refused before any field is checked.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def named_event(name: str, payload: dict[str, Any]) -> bytes:
 
 
 def error_event(message: str, status: int) -> Event:
-    """The event that reports a failure after the stream has begun (api-server.md 1.3)."""
+    """The event that reports a failure after the stream has begun (note:api-server 1.3)."""
     return {"error": {"message": message, "type": error_type(status), "code": status}}
 
 

@@ -1,10 +1,10 @@
 """Admin operations on the stages: the table of routes, the admin key, and /model_info.
 
 Invariant: fields that a body omits are sent to the stages with their defaults; fields that are null
-are not sent, nor are `stages` and `timeout_s` (api-server.md 2). A failed operation is a 400 whose
-`detail` is the complete aggregate; a timeout is a 504, an unknown stage a 400. A body that is not
-JSON is a 422; after that, the key is checked before any field (2.1). Keys are compared in constant
-time.
+are not sent, nor are `stages` and `timeout_s` (note:api-server 2). A failed operation is a 400
+whose `detail` is the complete aggregate; a timeout is a 504, an unknown stage a 400. A body that is
+not JSON is a 422; after that, the key is checked before any field (2.1). Keys are compared in
+constant time.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def _mixed(aggregate: dict[str, Any], versions: list[str]) -> dict[str, Any]:
 def add_admin_envelope(app: QuartTrio, paths: Collection[str]) -> None:
     """Add `success`, `message` and `status`, which trainers read, to JSON errors of `paths`.
 
-    The contract's own keys (`detail`, `error`) are unchanged (api-server.md 9.1).
+    The contract's own keys (`detail`, `error`) are unchanged (note:api-server 9.1).
     """
 
     async def add(response: Response) -> Response:

@@ -1,4 +1,4 @@
-"""POST /generate, as a rollout (api-server.md 1.9) and in SGLang's format; POST /abort_request.
+"""POST /generate, as a rollout (note:api-server 1.9) and in SGLang's format; POST /abort_request.
 
 A body with `text`, `rid`, `input_ids` as a list of lists, or `stream: true` with `input_ids` is
 SGLang's; anything else is a rollout with one of `input_ids`, `prompt`, `messages`. Invariant: a

@@ -30,7 +30,7 @@ def max_over_stages(stats: Stats, name: str) -> float:
 
 
 def load_report(stats: Stats, max_running: int) -> dict[str, Any]:
-    """The load of one rank under SGLang's names (routers.md 1.7)."""
+    """The load of one rank under SGLang's names (note:routers 1.7)."""
     running = int(sum_over_stages(stats, "num_running_reqs"))
     waiting = int(sum_over_stages(stats, "num_waiting_reqs"))
     return {

@@ -1,4 +1,4 @@
-"""The profiler's routes: start and stop a run on all stages together (api-server.md 4.1).
+"""The profiler's routes: start and stop a run on all stages together (note:api-server 4.1).
 
 Contract: a start is answered before the stages have begun, a stop before they have ended; stopping
 without an active run is not an error. The routes need the admin key if one is set. Files are

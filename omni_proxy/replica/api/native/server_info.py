@@ -1,9 +1,9 @@
 """Status routes: health, the model card, and SGLang's server info and load.
 
-Invariant: the keys of /health and of a card are exactly those of api-server.md 1.1 and 1.2, in that
-order. /health never waits for a stage, and server info waits only briefly: if a stage is busy with
-an operation, the last known values are returned. These routes need no key; the aggregate of all
-stages, which needs the admin key, is /model_info.
+Invariant: the keys of /health and of a card are exactly those of note:api-server 1.1 and 1.2, in
+that order. /health never waits for a stage, and server info waits only briefly: if a stage is busy
+with an operation, the last known values are returned. These routes need no key; the aggregate of
+all stages, which needs the admin key, is /model_info.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operations on weights: updates, trainer groups, versions, checks (api-server.md 2.2, 3, 9.1).
+"""Operations on weights: updates, trainer groups, versions, checks (note:api-server 2.2, 3, 9.1).
 
 Invariant: tensors are read from disk or a group; from a body only if `enable_tensor_updates` is
 set, and then as safetensors, never as a pickle. Responses are those of `admin_operations`, except

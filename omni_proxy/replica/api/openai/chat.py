@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions (api-server.md 1.3): the route, and the format of its responses.
+"""POST /v1/chat/completions (note:api-server 1.3): the route, and the format of its responses.
 
 Invariant of requests: null is the same as absent. Unknown fields are ignored, unless they would
 change the response: then they are refused by name. Errors are `{"detail"}`, or an event once a

@@ -4,8 +4,8 @@ Transcripts are returned as JSON, text, subtitles or a stream of events; transla
 diarizations are refused. Invariant: an upload is decoded before it is submitted to the pipeline.
 Errors are `{"detail"}`, except those of translations, which are OpenAI's. At most MAX_LONG_UPLOADS
 long uploads are processed at a time. A key whose value is unknown is omitted, except in
-verbose_json. Subtitles use the times of the segments, without interpolation. Source: api-server.md
-1.8.
+verbose_json. Subtitles use the times of the segments, without interpolation. Source:
+note:api-server 1.8.
 """
 
 from __future__ import annotations

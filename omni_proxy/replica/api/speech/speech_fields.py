@@ -1,7 +1,7 @@
 """The fields of a speech request, validated one by one.
 
 Invariant: a value of the wrong type is refused, never converted; null is the same as absent;
-unknown fields are ignored. Source: api-server.md 1.4. No audio is read here.
+unknown fields are ignored. Source: note:api-server 1.4. No audio is read here.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class SpeechRequest:
     ) -> GenerateRequest:
         """Return the pipeline request: task "tts", the other fields under `tts_params`.
 
-        `references` have their audio already read. Source: api-server.md 1.4, lowering.
+        `references` have their audio already read. Source: note:api-server 1.4, lowering.
         """
         tts_params: dict[str, Any] = {"voice": self.voice, "response_format": self.response_format}
         tts_params |= {"speed": self.speed, **self.options}

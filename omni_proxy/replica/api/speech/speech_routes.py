@@ -1,4 +1,4 @@
-"""POST /v1/audio/speech (api-server.md 1.4) and /v1/audio/speech/batch (1.5).
+"""POST /v1/audio/speech (note:api-server 1.4) and /v1/audio/speech/batch (1.5).
 
 One text is returned as a file or as a stream, a batch as one JSON body. Invariant: bodies are
 parsed field by field, without a schema, and every error has OpenAI's format. The outcome of a

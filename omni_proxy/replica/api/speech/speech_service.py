@@ -1,7 +1,7 @@
 """The service behind all speech routes: checks, reference audio, and synthesis by the pipeline.
 
 Invariant: invalid requests are refused before they reach the pipeline; speech always has the
-requested voice and format. Source: api-server.md 1.4.
+requested voice and format. Source: note:api-server 1.4.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """WS /v1/audio/speech/stream: receives text incrementally, sends speech sentence by sentence.
 
-    configure -> (input.text | input.commit)* -> input.done -> close 1000      (api-server.md 1.6)
+    configure -> (input.text | input.commit)* -> input.done -> close 1000      (note:api-server 1.6)
 
 Invariant: sentences are synthesized one after another, in order, and each `audio.start` has an
 `audio.done`. A session that doesn't end with `input.done` gets an error event before the close

@@ -3,7 +3,7 @@
 Invariant: the response head waits for the first audio, so earlier failures are plain HTTP errors;
 later failures are visible: an error event in the openai-sse format, a cut connection in the others,
 never a clean end. Every sample is sent once: the pipeline client removes the samples that were
-streamed from the terminal chunk. Source: api-server.md 1.4 and 7.
+streamed from the terminal chunk. Source: note:api-server 1.4 and 7.
 """
 
 from __future__ import annotations

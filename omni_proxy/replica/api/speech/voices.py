@@ -1,4 +1,4 @@
-"""/v1/audio/voices: voices that clients upload (api-server.md 1.7), stored on disk.
+"""/v1/audio/voices: voices that clients upload (note:api-server 1.7), stored on disk.
 
 Upload, list and delete work with any model, since proxies use them for routing. A model with one
 voice (hibari) cannot use an uploaded one: /v1/audio/speech refuses its name with 400. Invariant: a

@@ -4,7 +4,7 @@ A request with `endpoint-load-metrics-format: JSON` or `TEXT` gets a response he
 `endpoint-load-metrics` with the number of waiting requests and the share of the KV cache in use, as
 last reported by the stages. Invariant: only non-streamed 200 responses of the completion routes
 have the header, as in vLLM.
-Source: real-engines.md 5.3.
+Source: note:real-engines 5.3.
 """
 
 from __future__ import annotations

@@ -327,7 +327,7 @@ class Coordinator:
     # Status and operations
 
     def health(self) -> dict[str, Any]:
-        """The body of GET /health (api-server.md 1.1); `failed_stages` only if there are any."""
+        """The body of GET /health (note:api-server 1.1); `failed_stages` only if there are any."""
         if not self.running or self._down:
             status = "unhealthy"
         else:
@@ -360,7 +360,7 @@ class Coordinator:
         stages: list[str] | None = None,
         timeout_s: float | None = None,
     ) -> Aggregate:
-        """Run one operation on the stages and return the aggregate of api-server.md 2.2.
+        """Run one operation on the stages and return the aggregate of note:api-server 2.2.
 
         Raises RequestFailed: 400 for an unknown stage, 503 when stopped, 504 on timeout.
         """
@@ -380,7 +380,7 @@ class Coordinator:
                         self._end_early(entry, RequestState.ABORTED, RequestAborted())
 
     def profiler_start(self, start: ProfilerStart) -> None:
-        """Start recording at every stage; stages do not answer (api-server.md 4)."""
+        """Start recording at every stage; stages do not answer (note:api-server 4)."""
         self.profiling_run_id = start.run_id
         if start.event_dir:
             self._recorder.start(start.run_id, start.event_dir)

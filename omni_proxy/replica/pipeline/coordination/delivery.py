@@ -280,7 +280,7 @@ class DeliveryBacklog:
         self._waiting_bytes -= size
 
     def counters(self) -> dict[str, float]:
-        """The `stream_delivery` of GET /health (api-server.md 1.1)."""
+        """The `stream_delivery` of GET /health (note:api-server 1.1)."""
         now = trio.current_time()
         idle_secs = [
             now - reader.last_taken_at for reader in self._open.values() if reader.waiting_bytes

@@ -1,4 +1,7 @@
-"""vLLM's control routes: responses and errors as captured from vLLM 0.32 (real-engines.md 5.1)."""
+"""vLLM's control routes: responses and errors as captured from vLLM 0.32.
+
+Source: note:real-engines 5.1.
+"""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The endpoint-load-metrics header, as captured from vLLM 0.32 (real-engines.md 5.3)."""
+"""The endpoint-load-metrics header, as captured from vLLM 0.32 (note:real-engines 5.3)."""
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
