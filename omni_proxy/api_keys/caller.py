@@ -26,8 +26,8 @@ REASONS: Final[tuple[Reason, ...]] = (
 RateRows: TypeAlias = tuple[tuple[int, int], ...]  # see `RateWindow.rows`
 
 # The cells of a slot.
-IN_FLIGHT, REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS, REFUSED = 0, 1, 2, 3, 4
-REQUEST_WINDOW: Final = REFUSED + len(REASONS)
+IN_FLIGHT, REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS, REFUSED_REQUESTS = 0, 1, 2, 3, 4
+REQUEST_WINDOW: Final = REFUSED_REQUESTS + len(REASONS)
 TOKEN_WINDOW: Final = REQUEST_WINDOW + WINDOW_CELLS
 SLOT_CELLS: Final = TOKEN_WINDOW + WINDOW_CELLS
 
@@ -85,48 +85,48 @@ class LocalRows:
 class ApiCaller:
     """`slot`: index of its cells. All times are of the event loop's clock, in seconds.
 
-    A check evaluates all limits. Until the next one, that is while `begun < check_at` and the time
-    is before `until`, a request is admitted by just incrementing `begun`. `bound` is `check_at` if
-    neither models nor tokens have to be checked, else 0. Requests begun since the last check are
-    added to the windows at the next one, in the bucket in which they began: `until` is no later
-    than the end of that bucket.
+    A check evaluates all limits. Until the next one, that is while `begun < begun_at_next_check`
+    and the time is before `until`, a request is admitted by just incrementing `begun`.
+    `fast_path_bound` is `begun_at_next_check` if neither models nor tokens have to be checked, else
+    0. Requests begun since the last check are added to the windows at the next one, in the bucket
+    in which they began: `until` is no later than the end of that bucket.
     """
 
     __slots__ = (
+        "_begun_at_check",
+        "_begun_at_rate_limit",
         "_cells",
-        "_checked_at",
         "_count_tokens",
         "_fence",
+        "_finished",
         "_is_shared",
-        "_limit",
         "_lines",
         "_max_inflight",
         "_others",
-        "_over",
         "_published",
         "_rate",
         "_tokens_seen",
         "_tries",
         "begun",
-        "bound",
-        "check_at",
+        "begun_at_next_check",
         "counts_immediately",
         "defers_counts",
-        "ended",
         "entry",
+        "fast_path_bound",
         "has_rates",
         "input_tokens",
         "models",
         "name",
         "output_tokens",
         "priority",
-        "requests",
+        "request_window",
         "settled",
         "slot",
         "token_rate",
-        "tokens",
+        "token_window",
         "tokens_left",
         "uncounted",
+        "unpublished_ended",
         "until",
     )  # fmt: skip
 
@@ -138,14 +138,15 @@ class ApiCaller:
         self._count_tokens = count_tokens
         # Totals of this process: requests begun; requests ended, without `uncounted` and `settled`;
         # and the part of their difference that is in the cells.
-        self.begun = self._over = self._published = 0
+        self.begun = self._finished = self._published = 0
         self.uncounted: list[Ended] = []  # ended, not counted yet (if `defers_counts`)
         self.settled: list[TokenCounts] = []  # the same, if token limits apply
-        self.ended = self.input_tokens = self.output_tokens = 0  # not in the cells yet
+        self.unpublished_ended = self.input_tokens = self.output_tokens = 0  # not in the cells yet
         self._cells = cells = rows.own(slot)
-        self.requests = RateWindow(cells, REQUEST_WINDOW)
-        self.tokens = RateWindow(cells, TOKEN_WINDOW)
-        self._checked_at = self._limit = 0  # `begun` at the last check; `begun` at the rate limit
+        self.request_window = RateWindow(cells, REQUEST_WINDOW)
+        self.token_window = RateWindow(cells, TOKEN_WINDOW)
+        # `begun` at the last check; and what it will be when the rate limit is reached.
+        self._begun_at_check = self._begun_at_rate_limit = 0
         self.tokens_left = self._tokens_seen = 0  # tokens left of the rate: now; at the last check
         self._is_shared = False
         self._rate = self.token_rate = 0
@@ -153,7 +154,7 @@ class ApiCaller:
 
     def configure(self, entry: CallerKey, rows: SlotRows) -> None:
         """Apply other limits, or other processes; the counts are kept."""
-        self._count_taken()
+        self._add_to_windows()
         self.entry = entry
         self.models = frozenset(entry.models)  # empty: all
         self.priority = entry.priority
@@ -163,24 +164,24 @@ class ApiCaller:
         self.has_rates = bool(self._rate or self.token_rate)
         self._others = rows.others(self.slot)
         self._fence, self._tries = rows.fence, rows.tries
-        for window in (self.requests, self.tokens):
+        for window in (self.request_window, self.token_window):
             window.share_with(self._others, rows.fence, rows.tries)
         self.counts_immediately = bool(self._max_inflight and self._others)
         # The counts of other processes have to be read for each request.
         self._is_shared = bool(self._others and (self._max_inflight or self.has_rates))
         # The end of a request and its tokens affect no decision before the next check.
         self.defers_counts = not (self.counts_immediately or self.token_rate)
-        self._lines, self.check_at, self.until = b"", 0, -inf
-        self.bound = 0
-        self._checked_at = self.begun
+        self._lines, self.begun_at_next_check, self.until = b"", 0, -inf
+        self.fast_path_bound = 0
+        self._begun_at_check = self.begun
         self.publish()
 
     def retire(self) -> None:
         """The name is no longer configured: requests in flight are still counted in the cells when
         they end."""
-        self._count_taken()
-        self.counts_immediately, self.defers_counts, self.bound = True, False, 0
-        self.check_at = 0
+        self._add_to_windows()
+        self.counts_immediately, self.defers_counts, self.fast_path_bound = True, False, 0
+        self.begun_at_next_check = 0
         self.publish()
 
     def publish(self) -> None:
@@ -188,13 +189,13 @@ class ApiCaller:
         if self.uncounted or self.settled:
             self._count_ended()
         cells = self._cells
-        in_flight = self.begun - self._over
+        in_flight = self.begun - self._finished
         if in_flight != self._published:
             cells[IN_FLIGHT] += in_flight - self._published
             self._published = in_flight
-        if self.ended:
-            cells[REQUESTS] += self.ended
-            self.ended = 0
+        if self.unpublished_ended:
+            cells[REQUESTS] += self.unpublished_ended
+            self.unpublished_ended = 0
         if self.input_tokens or self.output_tokens:
             cells[INPUT_TOKENS] += self.input_tokens
             cells[OUTPUT_TOKENS] += self.output_tokens
@@ -204,69 +205,69 @@ class ApiCaller:
         ended, self.uncounted = self.uncounted, []
         settled, self.settled = self.settled, []
         count = len(ended) + len(settled)
-        self._over += count
-        self.ended += count
+        self._finished += count
+        self.unpublished_ended += count
         prompts, completions = self._count_tokens(ended)
         self.input_tokens += prompts + sum(map(_prompt_tokens, settled))
         self.output_tokens += completions + sum(map(_completion_tokens, settled))
 
-    def _count_taken(self) -> None:
+    def _add_to_windows(self) -> None:
         """Add use of the rates since the last check to the windows, in the buckets of that time."""
         if self._is_shared:
             return  # counted immediately
         if self._rate:
-            self.requests.add(self.begun - self._checked_at)
+            self.request_window.add(self.begun - self._begun_at_check)
         if self.token_rate:
-            self.tokens.add(self._tokens_seen - self.tokens_left)
-        self._checked_at, self._tokens_seen = self.begun, self.tokens_left
+            self.token_window.add(self._tokens_seen - self.tokens_left)
+        self._begun_at_check, self._tokens_seen = self.begun, self.tokens_left
 
     def _check_limits(self, now: float) -> None:
         """Evaluate all limits: how many requests may begin before the next time, and until when."""
         if self.uncounted or self.settled:
             self._count_ended()
-        self._count_taken()
+        self._add_to_windows()
         room = 0 if self._is_shared else MAX_UNCOUNTED
         if self._max_inflight:
             room = min(room, self._max_inflight - self.in_flight)
         until = inf
         if self.has_rates:
-            taken = self.requests.used(now)
-            self.tokens_left = self._tokens_seen = self.token_rate - self.tokens.used(now)
+            taken = self.request_window.used(now)
+            self.tokens_left = self._tokens_seen = self.token_rate - self.token_window.used(now)
             if self._rate:
                 left = max(0, self._rate - taken)
-                room, self._limit = min(room, left), self.begun + left
+                room, self._begun_at_rate_limit = min(room, left), self.begun + left
             self._lines, until = self._lines_at(now)
         self.until = -inf if self._is_shared else until
-        self.check_at = self.begun + room
-        self.bound = 0 if self.token_rate or self.models else self.check_at
+        self.begun_at_next_check = self.begun + room
+        self.fast_path_bound = 0 if self.token_rate or self.models else self.begun_at_next_check
 
     @property
     def in_flight(self) -> int:
         """Requests in flight, over all processes."""
-        here = self.begun - self._over - len(self.uncounted) - len(self.settled)
+        here = self.begun - self._finished - len(self.uncounted) - len(self.settled)
         return here + sum([cells[IN_FLIGHT] for cells in self._others])
 
     def begin(self, now: float) -> Reason | None:
         """Count a request as in flight and in this minute's rate. If a limit is reached, returns
         the limit and counts nothing."""
-        if self.begun >= self.check_at or now >= self.until:
+        if self.begun >= self.begun_at_next_check or now >= self.until:
             if self._is_shared:
-                return self._begin_beside_others(now)
+                return self._begin_shared(now)
             self._check_limits(now)
-            if self.begun >= self.check_at:
+            if self.begun >= self.begun_at_next_check:
                 if self._max_inflight and self.in_flight >= self._max_inflight:
                     return "max_inflight"
                 return "requests_per_minute"
         self.begun += 1
         return None
 
-    def _begin_beside_others(self, now: float) -> Reason | None:
+    def _begin_shared(self, now: float) -> Reason | None:
         if self._max_inflight:
             if not self._enter(self._max_inflight):
                 return "max_inflight"
         else:
             self.begun += 1
-        if self._rate and not self.requests.take(1, self._rate, now):
+        if self._rate and not self.request_window.take(1, self._rate, now):
             self._leave()
             return "requests_per_minute"
         return None
@@ -285,16 +286,17 @@ class ApiCaller:
         return False
 
     def _leave(self) -> None:
-        self._over += 1
+        self._finished += 1
         if self.counts_immediately:
             self.publish()
 
     def cancel(self, bucket: int, now: float) -> None:
-        """Undo `begin`, which counted in this bucket of `requests`: the request does not start."""
+        """Undo `begin`, which counted in this bucket of `request_window`: the request does not
+        start."""
         self._leave()
-        self._count_taken()
+        self._add_to_windows()
         if self._rate:
-            self.requests.settle(1, bucket, 0, now)
+            self.request_window.settle(1, bucket, 0, now)
         self.until = -inf
 
     def reserve(self, tokens: int, now: float) -> int | None:
@@ -306,7 +308,7 @@ class ApiCaller:
         if tokens > limit:
             tokens = limit
         if self._is_shared:
-            return tokens if self.tokens.take(tokens, limit, now) else None
+            return tokens if self.token_window.take(tokens, limit, now) else None
         if now >= self.until:
             self._check_limits(now)
         left = self.tokens_left - tokens
@@ -315,15 +317,15 @@ class ApiCaller:
         self.tokens_left = left
         return tokens
 
-    def is_in_debt(self, now: float) -> bool:
+    def has_no_tokens_left(self, now: float) -> bool:
         """Whether no tokens of the rate are left."""
         return bool(self.token_rate) and self.tokens_used(now) >= self.token_rate
 
     def end(self, reserved: int, bucket: int, prompt: int, completion: int, now: float) -> None:
         """The request has ended; the last call for a request. Prompt and completion tokens replace
-        those that were reserved in this bucket of `tokens`."""
-        self._over += 1
-        self.ended += 1
+        those that were reserved in this bucket of `token_window`."""
+        self._finished += 1
+        self.unpublished_ended += 1
         self.input_tokens += prompt
         self.output_tokens += completion
         if self.token_rate:
@@ -336,10 +338,10 @@ class ApiCaller:
         if not self._is_shared and now >= self.until:
             self._check_limits(now)
         more = used - reserved
-        if self._is_shared or (more < 0 and bucket != self.tokens.bucket):
-            before = self.tokens.total
-            self.tokens.settle(reserved, bucket, used, now)
-            freed = before - self.tokens.total
+        if self._is_shared or (more < 0 and bucket != self.token_window.bucket):
+            before = self.token_window.total
+            self.token_window.settle(reserved, bucket, used, now)
+            freed = before - self.token_window.total
             self.tokens_left += freed
             self._tokens_seen += freed
         else:
@@ -348,7 +350,7 @@ class ApiCaller:
             self.until = -inf
 
     def count_refused(self, reason: Reason) -> None:
-        self._cells[REFUSED + REASONS.index(reason)] += 1
+        self._cells[REFUSED_REQUESTS + REASONS.index(reason)] += 1
 
     def rate_lines(self, now: float) -> bytes:
         """Header lines with the state of its rates; it must have at least one. Resets are in whole
@@ -358,16 +360,21 @@ class ApiCaller:
         if self.token_rate:
             left = self.tokens_left
             left = left if left > 0 else 0  # noqa: FURB136 - each request
-            return self._lines % ((self._limit - self.begun, left) if self._rate else left)
-        return self._lines % (self._limit - self.begun)
+            return self._lines % ((self._requests_left, left) if self._rate else left)
+        return self._lines % self._requests_left
+
+    @property
+    def _requests_left(self) -> int:
+        """Requests left of the rate since the last check."""
+        return self._begun_at_rate_limit - self.begun
 
     def _lines_at(self, now: float) -> tuple[bytes, float]:
         """The lines, with placeholders for the remaining numbers, and until when they are valid,
         which is within the present bucket of both windows."""
         lines, until = b"", inf
         for noun, limit, window in (
-            ("requests", self._rate, self.requests),
-            ("tokens", self.token_rate, self.tokens),
+            ("requests", self._rate, self.request_window),
+            ("tokens", self.token_rate, self.token_window),
         ):
             if limit:
                 reset, holds_until = window.reset_state(now)
@@ -377,42 +384,42 @@ class ApiCaller:
 
     def requests_used(self, now: float) -> int:
         """Use of `requests_per_minute`, over all processes."""
-        self._count_taken()
+        self._add_to_windows()
         self.until = -inf  # the window may be in another bucket
-        return self.requests.used(now)
+        return self.request_window.used(now)
 
     def tokens_used(self, now: float) -> int:
         """Use of `tokens_per_minute`, over all processes."""
         if not self._is_shared and now < self.until:
             return self.token_rate - self.tokens_left
-        self._count_taken()
+        self._add_to_windows()
         self.until = -inf
-        return self.tokens.used(now)
+        return self.token_window.used(now)
 
     def rate_rows(self, now: float) -> tuple[RateRows, RateRows]:
         """The present use of its rates, for `restore` in a new program after an upgrade."""
-        self._count_taken()
+        self._add_to_windows()
         self.until = -inf
-        return self.requests.rows(now), self.tokens.rows(now)
+        return self.request_window.rows(now), self.token_window.rows(now)
 
     def restore(self, requests: RateRows, tokens: RateRows, now: float) -> None:
         """Add the use of its rates in the old program."""
-        self._count_taken()
-        self.requests.restore(requests, now)
-        self.tokens.restore(tokens, now)
+        self._add_to_windows()
+        self.request_window.restore(requests, now)
+        self.token_window.restore(tokens, now)
         self.until = -inf
 
     def retry_after(self, reason: Reason, tokens: int, now: float) -> int:
         """Whole seconds until a refused request may fit."""
         entry = self.entry
-        self._count_taken()
+        self._add_to_windows()
         self.until = -inf
         match reason:
             case "requests_per_minute":
-                return self.requests.wait_secs(1, entry.requests_per_minute, now)
+                return self.request_window.wait_secs(1, entry.requests_per_minute, now)
             case "tokens_per_minute":
                 limit = entry.tokens_per_minute
-                return self.tokens.wait_secs(min(max(tokens, 1), limit), limit, now)
+                return self.token_window.wait_secs(min(max(tokens, 1), limit), limit, now)
         return 1
 
 
@@ -436,5 +443,5 @@ def slot_totals(rows: Iterable[Cells]) -> dict[str, int]:
         "requests": total(REQUESTS),
         "input_tokens": total(INPUT_TOKENS),
         "output_tokens": total(OUTPUT_TOKENS),
-        **{f"refused_{reason}": total(REFUSED + at) for at, reason in enumerate(REASONS)},
+        **{f"refused_{reason}": total(REFUSED_REQUESTS + at) for at, reason in enumerate(REASONS)},
     }

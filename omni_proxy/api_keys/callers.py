@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from hmac import compare_digest
 from typing import Final
 
-from omni_proxy.api_keys.caller import REFUSED, ApiCaller, CountTokens, LocalRows, SlotRows
+from omni_proxy.api_keys.caller import REFUSED_REQUESTS, ApiCaller, CountTokens, LocalRows, SlotRows
 from omni_proxy.api_keys.key_table import KeyTable, presented_key
 from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config
@@ -73,7 +73,7 @@ class Callers:
             return None
         entry = self._table.find(key)
         if entry is None:
-            self._unknown[REFUSED] += counts
+            self._unknown[REFUSED_REQUESTS] += counts
             raise HttpError(
                 401, "an API key is needed: Authorization: Bearer <key>", "invalid_api_key"
             ).with_headers(("www-authenticate", "Bearer"))

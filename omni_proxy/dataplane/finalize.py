@@ -6,7 +6,7 @@ afterwards the exchange is in none of the in-flight counts. It awaits nothing an
 
 from __future__ import annotations
 
-from omni_proxy.dataplane.admission.caller_admission import end as end_call
+from omni_proxy.dataplane.admission.caller_admission import end_call
 from omni_proxy.dataplane.exchange.access_log import write_logs
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.span_records import encode_spans

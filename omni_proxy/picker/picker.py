@@ -17,8 +17,7 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 import trio
 
-from omni_proxy.dataplane.admission.caller_admission import begin as begin_call
-from omni_proxy.dataplane.admission.caller_admission import check_models_form, reserve
+from omni_proxy.dataplane.admission.caller_admission import begin_call, check_models_form, reserve
 from omni_proxy.dataplane.exchange.exchange import Exchange, id_from_body
 from omni_proxy.dataplane.finalize import finalize
 from omni_proxy.dataplane.services import ExchangeServices

@@ -39,8 +39,8 @@ def lines_of(noun, limit, window, now):
 
 def expected_lines(caller, now):
     caller.rate_rows(now)  # writes all counts into the windows
-    lines = lines_of("requests", caller.entry.requests_per_minute, caller.requests, now)
-    lines += lines_of("tokens", caller.entry.tokens_per_minute, caller.tokens, now)
+    lines = lines_of("requests", caller.entry.requests_per_minute, caller.request_window, now)
+    lines += lines_of("tokens", caller.entry.tokens_per_minute, caller.token_window, now)
     return "".join(f"{line}\r\n" for line in lines).encode()
 
 
@@ -61,7 +61,7 @@ def test_headers_always_match_the_windows(requests, tokens, steps):
         if refusal is None:
             taken = caller.reserve(reserved, now)
             assert taken == other.reserve(reserved, now)
-            bucket = caller.tokens.bucket
+            bucket = caller.token_window.bucket
             assert_lines()
             if taken is not None:
                 caller.end(taken, bucket, used, 0, now)
@@ -87,7 +87,7 @@ def test_deferred_counts_keep_the_limits_and_are_in_all_totals(max_inflight, ste
     caller, running, ended, rate = caller_of(rows, max_inflight=max_inflight), 0, 0, 0
     for step, *values in steps:
         if step == "begin":
-            if caller.begun < caller.bound:
+            if caller.begun < caller.fast_path_bound:
                 caller.begun += 1
                 began = True
             else:
@@ -99,7 +99,7 @@ def test_deferred_counts_keep_the_limits_and_are_in_all_totals(max_inflight, ste
             if caller.defers_counts:
                 caller.uncounted.append((b"", 0, 200))
             else:
-                caller.end(0, caller.tokens.bucket, 3, 4, START)
+                caller.end(0, caller.token_window.bucket, 3, 4, START)
         elif step == "publish":
             caller.publish()
         elif step in ("limit", "rate"):
@@ -147,12 +147,12 @@ def test_deferred_token_counts_equal_those_of_an_immediate_window(limit, steps):
         taken = caller.reserve(reserved, now)
         assert (taken is not None) == window.take(min(reserved, limit), limit, now)
         if taken is None:
-            caller.cancel(caller.requests.bucket, now)
+            caller.cancel(caller.request_window.bucket, now)
         else:
-            open_requests.append((taken, caller.tokens.bucket, window.bucket, used))
+            open_requests.append((taken, caller.token_window.bucket, window.bucket, used))
         if used % 2 and open_requests:  # some end in a later bucket
             taken, bucket, same, tokens = open_requests.pop(0)
             caller.end(taken, bucket, tokens, 0, now)
             window.settle(taken, same, tokens, now)
         assert caller.tokens_used(now) == window.used(now)
-        assert caller.is_in_debt(now) == (window.used(now) >= limit)
+        assert caller.has_no_tokens_left(now) == (window.used(now) >= limit)

@@ -1,10 +1,10 @@
-"""Applies the limits of a caller's key to an exchange: `begin` at its head, `reserve` once its body
-is known, `end` in `finalize`.
+"""Applies the limits of a caller's key to an exchange: `begin_call` at its head, `reserve` once its
+body is known, `end_call` in `finalize`.
 
-Invariant: `Exchange.caller` is set for a request with a key of `[[keys]]`. `reserved` is REFUSED
-until the exchange counts against the limits; each exchange that counts is ended exactly once.
-`begin` removes the key from the head's lines, so no worker gets it. Nothing here waits: above a
-limit the reply is an immediate 429.
+Invariant: `Exchange.caller` is set for a request with a key of `[[keys]]`. `reserved` is
+NOT_COUNTED until the exchange counts against the limits; each exchange that counts is ended exactly
+once. `begin_call` removes the key from the head's lines, so no worker gets it. Nothing here waits:
+above a limit the reply is an immediate 429.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from omni_proxy.routing.routes import FORM
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 
-REFUSED: Final = -1
+NOT_COUNTED: Final = -1  # of `reserved`: it does not count against the limits, or no longer
 _MAY_NAME_ADAPTERS: Final = re.compile(rb"lora_path|\\u")  # a JSON key may contain escapes
 _EXPLAINED: Final = {
     "max_inflight": "requests in flight",
@@ -46,7 +46,7 @@ _EXPLAINED: Final = {
 }
 
 
-def begin(settings: Settings, exchange: Exchange, head: RequestHead, now: float) -> None:
+def begin_call(settings: Settings, exchange: Exchange, head: RequestHead, now: float) -> None:
     """Find the caller, and count the request. Raises HttpError 401 and 429."""
     callers = settings.callers
     try:
@@ -54,13 +54,13 @@ def begin(settings: Settings, exchange: Exchange, head: RequestHead, now: float)
         if callers.keyed:
             head.lines = without_key_lines(head.lines)
         if caller is not None:
-            exchange.caller, exchange.reserved = caller, REFUSED
-            if caller.is_in_debt(now):
+            exchange.caller, exchange.reserved = caller, NOT_COUNTED
+            if caller.has_no_tokens_left(now):
                 raise _refusal(caller, "tokens_per_minute", 1, now)
             reason = caller.begin(now)
             if reason is not None:
                 raise _refusal(caller, reason, 0, now)
-            exchange.reserved, exchange.request_bucket = 0, caller.requests.bucket
+            exchange.reserved, exchange.request_bucket = 0, caller.request_window.bucket
     except HttpError as error:
         error.close = bool(head.length)  # its body has not been read
         raise
@@ -94,78 +94,80 @@ def reserve(exchange: Exchange, need: Requirements, fleet: Fleet, size: int, now
     if reserved is None:
         error = _refusal(caller, "tokens_per_minute", tokens, now)
         caller.cancel(exchange.request_bucket, now)
-        exchange.reserved = REFUSED
+        exchange.reserved = NOT_COUNTED
         raise error
-    exchange.reserved, exchange.token_bucket = reserved, caller.tokens.bucket
+    exchange.reserved, exchange.token_bucket = reserved, caller.token_window.bucket
 
 
-def begin_complete(exchange: Exchange, caller: ApiCaller, need: Requirements, body: bytes) -> bool:
-    """`begin` and `reserve` for the fast path, if the caller is known and the body complete. False
-    if a limit may apply: then nothing is counted, and the coroutine decides."""
+def begin_complete_call(
+    exchange: Exchange, caller: ApiCaller, need: Requirements, body: bytes
+) -> bool:
+    """`begin_call` and `reserve` for the fast path, if the caller is known and the body complete.
+    False if a limit may apply: then nothing is counted, and the coroutine decides."""
     now = exchange.started_at
     if caller.models and (need.model not in caller.models or _MAY_NAME_ADAPTERS.search(body)):
         return False
     tokens = 0
     if not caller.token_rate:
         exchange.reserved = 0
-        if caller.begun < caller.check_at and now < caller.until:
+        if caller.begun < caller.begun_at_next_check and now < caller.until:
             caller.begun += 1
             return True
     else:
         tokens = (len(body) + BYTES_PER_TOKEN - 1) // BYTES_PER_TOKEN + max_tokens_in(body)
         left = caller.tokens_left - tokens
-        if left >= 0 and caller.begun < caller.check_at and now < caller.until:
-            # `begin` and `reserve`, inlined.
+        if left >= 0 and caller.begun < caller.begun_at_next_check and now < caller.until:
+            # `ApiCaller.begin` and `reserve`, inlined.
             caller.begun += 1
             caller.tokens_left, exchange.reserved = left, tokens
-            exchange.token_bucket = caller.tokens.bucket
+            exchange.token_bucket = caller.token_window.bucket
             return True
     if caller.begin(now) is not None:
         return False
     exchange.reserved = 0
     reserved = caller.reserve(tokens, now)
     if reserved is None:
-        cancel(exchange, now)
+        cancel_call(exchange, now)
         return False
-    exchange.reserved, exchange.token_bucket = reserved, caller.tokens.bucket
+    exchange.reserved, exchange.token_bucket = reserved, caller.token_window.bucket
     return True
 
 
-def cancel(exchange: Exchange, now: float) -> None:
-    """Undo `begin_complete` immediately after it: the exchange does not count."""
+def cancel_call(exchange: Exchange, now: float) -> None:
+    """Undo `begin_complete_call` immediately after it: the exchange does not count."""
     caller, reserved = exchange.caller, exchange.reserved
-    if caller is None or reserved == REFUSED:
+    if caller is None or reserved == NOT_COUNTED:
         return
-    exchange.reserved = REFUSED
+    exchange.reserved = NOT_COUNTED
     if reserved:
         caller.settle(reserved, exchange.token_bucket, 0, now)
-    caller.cancel(caller.requests.bucket, now)
+    caller.cancel(caller.request_window.bucket, now)
 
 
-def end(exchange: Exchange, caller: ApiCaller) -> None:
+def end_call(exchange: Exchange, caller: ApiCaller) -> None:
     """End the exchange: its actual tokens replace the reserved ones."""
     reserved = exchange.reserved
-    if reserved == REFUSED:
+    if reserved == NOT_COUNTED:
         return
-    exchange.reserved = REFUSED
+    exchange.reserved = NOT_COUNTED
     prompt, completion = tokens_of(exchange)
     caller.end(reserved, exchange.token_bucket, prompt, completion, exchange.ended_at)
 
 
-def end_complete(exchange: Exchange, caller: ApiCaller, body: bytes) -> None:
-    """`end` for the fast path, for an exchange that counts and a complete response. If its usage
-    does not have the usual form, `end` must still be called, and reads `last_chunk`."""
+def end_complete_call(exchange: Exchange, caller: ApiCaller, body: bytes) -> None:
+    """`end_call` for the fast path, for an exchange that counts and a complete response. If its
+    usage does not have the usual form, `end_call` must still be called, and reads `last_chunk`."""
     try:
         usage = decode_common_usage(OPENED_USAGE + body.rpartition(USAGE)[2]).usage
     except (msgspec.DecodeError, ValueError, RecursionError):
         exchange.last_chunk = body
         return
     used, now = usage.prompt_tokens + usage.completion_tokens, exchange.response_head_at
-    if used and exchange.token_bucket == caller.tokens.bucket and now < caller.until:
+    if used and exchange.token_bucket == caller.token_window.bucket and now < caller.until:
         caller.tokens_left += exchange.reserved - used  # `settle`, inlined
     elif caller.token_rate:
         caller.settle(exchange.reserved, exchange.token_bucket, used, now)
-    exchange.reserved = REFUSED
+    exchange.reserved = NOT_COUNTED
     caller.settled.append(usage)
     if caller.counts_immediately:
         caller.publish()

@@ -14,8 +14,7 @@ from urllib.parse import unquote
 
 from omni_proxy.admin_ops.routes import is_known
 from omni_proxy.config.schema import Config
-from omni_proxy.dataplane.admission.caller_admission import begin as begin_call
-from omni_proxy.dataplane.admission.caller_admission import check_models_form, reserve
+from omni_proxy.dataplane.admission.caller_admission import begin_call, check_models_form, reserve
 from omni_proxy.dataplane.attempt.attempt import AttemptFailed, SentRequest, run_attempt
 from omni_proxy.dataplane.attempt.retry import RetryState, report_end
 from omni_proxy.dataplane.disaggregation.two_leg_request import respond_in_two_legs

@@ -15,10 +15,12 @@ from typing import Final
 
 import msgspec
 
-from omni_proxy.dataplane.admission.caller_admission import REFUSED
-from omni_proxy.dataplane.admission.caller_admission import begin_complete as begin_call
-from omni_proxy.dataplane.admission.caller_admission import cancel as cancel_call
-from omni_proxy.dataplane.admission.caller_admission import end_complete as end_call
+from omni_proxy.dataplane.admission.caller_admission import (
+    NOT_COUNTED,
+    begin_complete_call,
+    cancel_call,
+    end_complete_call,
+)
 from omni_proxy.dataplane.attempt.attempt import (
     CACHED_LENGTHS,
     LENGTHS,
@@ -192,10 +194,10 @@ class FastPath(EventHandler):
             exchange.recycle(io.loop.now)
             exchange.bytes_in = size
             if (caller := cached.caller) is not None:
-                if caller.begun < caller.bound and exchange.started_at < caller.until:
+                if caller.begun < caller.fast_path_bound and exchange.started_at < caller.until:
                     caller.begun += 1
                     exchange.reserved = 0
-                elif not begin_call(exchange, caller, need, body):
+                elif not begin_complete_call(exchange, caller, need, body):
                     return False
             if not services.inflight.admit(exchange, len(chunk)):
                 cancel_call(exchange, io.loop.now)
@@ -296,10 +298,10 @@ class FastPath(EventHandler):
         if (caller := exchange.caller) is not None:
             if caller.defers_counts:
                 caller.uncounted.append((body, exchange.bytes_in, exchange.status))
-                exchange.reserved = REFUSED
+                exchange.reserved = NOT_COUNTED
             else:
-                end_call(exchange, caller, body)
-                has_extras = has_extras or exchange.reserved != REFUSED
+                end_complete_call(exchange, caller, body)
+                has_extras = has_extras or exchange.reserved != NOT_COUNTED
         self._pool, self._request = None, b""
         self.waiting_on = client
         io.exchange = None

@@ -19,7 +19,7 @@ from typing import Final
 
 import trio
 
-from omni_proxy.api_keys.caller import IN_FLIGHT, REFUSED, SLOT_CELLS, slot_totals
+from omni_proxy.api_keys.caller import IN_FLIGHT, REFUSED_REQUESTS, SLOT_CELLS, slot_totals
 from omni_proxy.api_keys.callers import UNKNOWN_SLOT
 from omni_proxy.config.api_keys import MAX_KEYS
 from omni_proxy.multiprocess.shared_memory.worker_counters import fence
@@ -82,7 +82,7 @@ class KeyCounters:
         return totals
 
     def refused_without_key(self) -> int:
-        return sum(self._cells(index, UNKNOWN_SLOT)[REFUSED] for index in self._indexes())
+        return sum(self._cells(index, UNKNOWN_SLOT)[REFUSED_REQUESTS] for index in self._indexes())
 
     def in_flight(self, slot: int) -> int:
         return sum(self._cells(index, slot)[IN_FLIGHT] for index in self._indexes())
