@@ -25,6 +25,7 @@ from omni_proxy.health.prober import Prober
 from omni_proxy.kv_events.event_follower import EventCounts
 from omni_proxy.picker.picker import Selection
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
+from omni_proxy.routing.inspect.affinity_key import AffinityKeyReader
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.model_aliases import ModelAliases, TargetChecks
 from omni_proxy.routing.pinning import ResponseOwners
@@ -45,6 +46,8 @@ class DataPlaneView(Protocol):
     def pool_stats(self) -> Mapping[str, Mapping[str, object]]: ...
     @property
     def needs_affinity_key(self) -> bool: ...
+    @property
+    def affinity_keys(self) -> AffinityKeyReader: ...
     @property
     def draining(self) -> bool: ...
     @property

@@ -20,6 +20,7 @@ from omni_proxy.multiprocess.ipc import ProcessStats
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.multiprocess.process_slot import ProcessSlot
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
+from omni_proxy.routing.inspect.affinity_key import AffinityKeyReader
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.model_aliases import ModelAliases, TargetChecks
 from omni_proxy.routing.pinning import ResponseOwners
@@ -63,6 +64,10 @@ class AggregateView:
     @property
     def needs_affinity_key(self) -> bool:
         return self._dataplane.balancer.needs_affinity_key
+
+    @property
+    def affinity_keys(self) -> AffinityKeyReader:
+        return self._dataplane.balancer.affinity_keys
 
     @property
     def draining(self) -> bool:

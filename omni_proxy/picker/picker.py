@@ -21,12 +21,14 @@ from omni_proxy.dataplane.admission.caller_admission import begin_call, check_mo
 from omni_proxy.dataplane.exchange.exchange import Exchange, id_from_body
 from omni_proxy.dataplane.finalize import finalize
 from omni_proxy.dataplane.services import ExchangeServices
-from omni_proxy.dataplane.upstream.outgoing_body import find_spans
+from omni_proxy.dataplane.upstream.fleet_requirements import (
+    RequestParts,
+    complete_requirements,
+    pin_request,
+)
+from omni_proxy.dataplane.upstream.outgoing_body import set_alias
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
-from omni_proxy.routing.inspect.affinity_key import session_key
-from omni_proxy.routing.inspect.keyed_text import keyed_fields
-from omni_proxy.routing.inspect.large_body import check_large_body
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, walk_large_json
 from omni_proxy.routing.inspect.model_field import walk_model_spans
 from omni_proxy.routing.inspect.requirements import (
@@ -35,17 +37,10 @@ from omni_proxy.routing.inspect.requirements import (
     inspect_request,
     requirements_of_large_json,
 )
-from omni_proxy.routing.model_aliases import choose_target, name_adapter
+from omni_proxy.routing.model_aliases import choose_target
 from omni_proxy.routing.pick import pick_worker, unavailable
-from omni_proxy.routing.pinning import (
-    named_response,
-    pin_to_rank,
-    pin_to_response_owner,
-    pin_to_voice_owner,
-)
 from omni_proxy.routing.routes import (
     DEFAULT_PATH,
-    RESPONSE_OWNER,
     MethodNotAllowed,
     Route,
     match_configured,
@@ -253,49 +248,19 @@ class Picker:
         services, head, body, route = self._services, request.head, request.body, exchange.route
         assert route is not None
         need = known or inspect_request(route, body, head)
-        if need.large_body_class:
-            check_large_body(services.fleet, need)
-        if services.fleet.has_ranks:
-            pin_to_rank(need, head.hints, body)
+        balancer, fleet = services.balancer, services.fleet
+        parts = RequestParts(
+            route, (head.lines,), body, head.log_words[2], head.hints,
+            session=request.session, takes_pair=request.takes_pair,
+        )  # fmt: skip
+        pin_request(balancer, fleet, need, parts, self.now)
         need.model = need.model or request.model or None
-        if route.traffic != "generation":
-            self._read_special(need, route, head.log_words[2], body)
         exchange.request_id = head.request_id or id_from_body(need)
         exchange.requirements, exchange.stream = need, need.stream
-        self._name_session(exchange, need, request)
-        exchange.policy = services.balancer.policy.name
-
-    def _read_special(self, need: Requirements, route: Route, path: str, body: bytes) -> None:
-        """Requirements of special routes: voices, keyed fields, stored responses."""
-        balancer = self._services.balancer
-        pin_to_voice_owner(balancer.voices, route.traffic, need)
-        small = b"" if need.large_body_class else body
-        if route.text and small:
-            need.body_fields = keyed_fields(small, route.text)
-        if route.pinning is RESPONSE_OWNER:
-            named = named_response(path, small)
-            pin_to_response_owner(need, named, balancer.response_owners, self.now)
-
-    def _name_session(self, exchange: Exchange, need: Requirements, request: PickRequest) -> None:
-        """Set the affinity key, and resolve an alias of the model."""
-        services, route = self._services, exchange.route
-        balancer, lines, body = services.balancer, request.head.lines, request.body
-        assert route is not None
-        needs_key = balancer.policy.needs_affinity_key
-        if request.takes_pair and services.fleet.has_pools:
-            need.legs = route.legs
-            needs_key = balancer.needs_affinity_key
-        if needs_key:
-            if request.session:
-                need.affinity_key = session_key(request.session)
-            else:
-                need.affinity_key = balancer.affinity_keys.read(lines, body)
-        if services.fleet.has_adapters:
-            name_adapter(need, balancer.aliases, body)
-        if balancer.aliases is not None:
-            if not need.large_body_class:
-                find_spans(balancer.aliases, need, route, body, request.head)
-            balancer.aliases.resolve(need, lines, body)
+        if balancer.aliases is not None and not need.large_body_class:
+            set_alias(balancer.aliases, need, route, body, head)
+        complete_requirements(balancer, fleet, need, parts)
+        exchange.policy = balancer.policy.name
 
     def select(self, exchange: Exchange) -> Worker:
         """The worker or rank that the policy chooses now, without counting. Raises HttpError."""

@@ -30,6 +30,7 @@ from omni_proxy.config.state import SavedState, with_saved_keys
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
+from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.pinning import own_response_owners
 from omni_proxy.routing.policies import build_policy
 from omni_proxy.runtime_config.membership_lock import MembershipLock
@@ -127,6 +128,7 @@ class FakeDataPlane:
         self.pool_policies = PoolPolicies(RoutingConfig(), lambda _: 0, lambda: 0.0)
         self.pools_reported = {}
         self.needs_affinity_key = True  # for any policy, since tests change the policy
+        self.affinity_keys = affinity_keys_of(Config())
         self.draining = False
         self.voices = VoiceRegistry()
         self.process_rows = []

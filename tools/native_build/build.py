@@ -58,6 +58,7 @@ MODULES = (
     "omni_proxy.dataplane.exchange.fast_path_cache",
     "omni_proxy.dataplane.relay.response_relay",
     "omni_proxy.dataplane.upstream.acquire",
+    "omni_proxy.dataplane.upstream.fleet_requirements",
     "omni_proxy.dataplane.attempt.attempt",
     "omni_proxy.dataplane.upstream.pool",
     "omni_proxy.dataplane.admission.inflight",

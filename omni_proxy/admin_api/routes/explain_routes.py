@@ -19,11 +19,13 @@ from omni_proxy.admin_api.serializers.explanation import (
     past_record,
 )
 from omni_proxy.admin_api.services import DataPlaneView
+from omni_proxy.dataplane.upstream.fleet_requirements import (
+    RequestParts,
+    complete_requirements,
+    pin_request,
+)
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.disaggregation.explanation import explain_placement
-from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
-from omni_proxy.routing.inspect.keyed_text import keyed_fields
-from omni_proxy.routing.inspect.large_body import check_large_body
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, LargeJsonFields, walk_large_json
 from omni_proxy.routing.inspect.requirements import (
     RequestFacts,
@@ -32,16 +34,9 @@ from omni_proxy.routing.inspect.requirements import (
     inspect_request,
     requirements_of_large_json,
 )
-from omni_proxy.routing.model_aliases import explain_target, name_adapter
-from omni_proxy.routing.pinning import (
-    named_response,
-    pin_to_rank,
-    pin_to_response_owner,
-    pin_to_voice_owner,
-)
+from omni_proxy.routing.model_aliases import explain_target
 from omni_proxy.routing.routes import (
     DEFAULT_PATH,
-    RESPONSE_OWNER,
     MethodNotAllowed,
     Route,
     configured_routes,
@@ -100,27 +95,14 @@ class ExplainRoutes:
                 f"path {path} is not a model route; try {DEFAULT_PATH}", "unknown_path"
             )
         body = await body_bytes()
-        requirements = await _need_of(route, body, _facts())
-        if requirements.large_body_class:
-            check_large_body(self._fleet, requirements)
-        if self._fleet.has_ranks:
-            pin_to_rank(requirements, _facts().hints, body)
-        data_plane = self._data_plane
-        pin_to_voice_owner(data_plane.voices, route.traffic, requirements)
-        if route.text and not requirements.large_body_class:
-            requirements.body_fields = keyed_fields(body, route.text)
-        if route.pinning is RESPONSE_OWNER:
-            named_id = named_response(path, b"" if requirements.large_body_class else body)
-            owners, now = data_plane.response_owners, time.monotonic()
-            pin_to_response_owner(requirements, named_id, owners, now)
-        requirements.legs = route.legs
-        if data_plane.needs_affinity_key:
-            keys = affinity_keys_of(self._config_store.config)
-            requirements.affinity_key = keys.read(_lines(), body)
-        if self._fleet.has_adapters:
-            name_adapter(requirements, data_plane.aliases, body)
-        if data_plane.aliases is not None:
-            data_plane.aliases.resolve(requirements, _lines(), body)
+        facts = _facts()
+        requirements = await _need_of(route, body, facts)
+        data_plane, parts = (
+            self._data_plane,
+            RequestParts(route, (_lines(),), body, path, facts.hints),
+        )
+        pin_request(data_plane, self._fleet, requirements, parts, time.monotonic())
+        complete_requirements(data_plane, self._fleet, requirements, parts)
         target = explain_target(requirements, data_plane.target_checks)
         explained = explain_placement(
             self._fleet, requirements, data_plane.policy, data_plane.pool_policies,

@@ -35,11 +35,16 @@ from omni_proxy.dataplane.relay.local_reply import (
 from omni_proxy.dataplane.relay.request_body import RequestBody
 from omni_proxy.dataplane.relay.response_relay import relay
 from omni_proxy.dataplane.relay.sse_keepalive import SseKeepAlive
-from omni_proxy.dataplane.relay.stored_responses import read_keys
+from omni_proxy.dataplane.relay.stored_responses import creates_stored_response, watch_response
 from omni_proxy.dataplane.upstream.acquire import report_failure
-from omni_proxy.dataplane.upstream.outgoing_body import find_spans
+from omni_proxy.dataplane.upstream.fleet_requirements import (
+    RequestParts,
+    complete_requirements,
+    pin_request,
+)
+from omni_proxy.dataplane.upstream.outgoing_body import set_alias
 from omni_proxy.dataplane.websocket import relay as websocket_relay
-from omni_proxy.routing.inspect.large_body import check_large_body, requirements_of_beginning
+from omni_proxy.routing.inspect.large_body import requirements_of_beginning
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES, ONE_PASS_BYTES, walk_large_json
 from omni_proxy.routing.inspect.model_field import walk_model_spans
 from omni_proxy.routing.inspect.requirements import (
@@ -48,14 +53,7 @@ from omni_proxy.routing.inspect.requirements import (
     inspect_request,
     requirements_of_large_json,
 )
-from omni_proxy.routing.model_aliases import name_adapter
-from omni_proxy.routing.pinning import pin_to_rank, pin_to_voice_owner
-from omni_proxy.routing.routes import (
-    RESPONSE_OWNER,
-    MethodNotAllowed,
-    match_configured,
-    match_route,
-)
+from omni_proxy.routing.routes import MethodNotAllowed, match_configured, match_route
 from omni_proxy.routing.weighted_split import AliasRequirement, Split
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.forwarded import with_received
@@ -231,21 +229,17 @@ def _inspected(
     route, services = exchange.route, io.services
     assert route is not None
     need = known or inspect_request(route, exchange.body, head)
-    if need.large_body_class:
-        check_large_body(services.fleet, need)
-    if services.fleet.has_ranks:
-        pin_to_rank(need, head.hints, exchange.body)
-    if route.traffic != "generation":
-        pin_to_voice_owner(services.balancer.voices, route.traffic, need)
-        if route.text or route.pinning is RESPONSE_OWNER:
-            read_keys(io, exchange, need)
+    parts = RequestParts(route, (head.lines,), exchange.body, head.log_words[2], head.hints)
+    pin_request(services.balancer, services.fleet, need, parts, io.loop.now)
+    if creates_stored_response(route):
+        watch_response(io, exchange)
     exchange.request_id = head.request_id or id_from_body(need)
     if exchange.caller is not None:
         size = max(len(exchange.body), head.length)
         check_models_form(exchange, head)
         reserve(exchange, need, services.fleet, size, io.loop.now)
     if services.balancer.aliases is not None:
-        find_spans(services.balancer.aliases, need, route, exchange.body, head)
+        set_alias(services.balancer.aliases, need, route, exchange.body, head)
     set_requirements(io, exchange, need, (head.lines,), exchange.body)
     if io.settings.forwarded is not None:
         add_forwarded(io.settings.forwarded, exchange, head)
@@ -285,16 +279,9 @@ def _set_special(
 ) -> bool:
     """Complete `need` for fleets with roles, adapters or aliases, and for policies that need an
     affinity key. Returns whether the request may have an alias or two legs."""
-    services = io.services
-    balancer, fleet = services.balancer, services.fleet
-    if fleet.has_pools and exchange.route is not None:
-        need.legs = exchange.route.legs
-    if balancer.needs_affinity_key:
-        need.affinity_key = balancer.affinity_keys.read(b"".join(lines), body)
-    if fleet.has_adapters:
-        name_adapter(need, balancer.aliases, body)
-    if balancer.aliases is not None:
-        balancer.aliases.resolve(need, b"".join(lines), body)
+    balancer, fleet, route = io.services.balancer, io.services.fleet, exchange.route
+    assert route is not None
+    complete_requirements(balancer, fleet, need, RequestParts(route, lines, body))
     return fleet.has_pools or need.alias is not None
 
 

@@ -50,7 +50,7 @@ from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import EventHandler, PhaseTimeout
 from omni_proxy.dataplane.relay.response_relay import diagnostic_fields
-from omni_proxy.dataplane.upstream.outgoing_body import find_spans, parts_for_target
+from omni_proxy.dataplane.upstream.outgoing_body import parts_for_target, set_alias
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.plain_body import read_plain_body
@@ -189,7 +189,7 @@ class FastPath(EventHandler):
             need = plain or requirements_of_fields(cached.route, decode(body))
             balancer = services.balancer
             if balancer.aliases is not None and need.model in balancer.aliases.splits:
-                find_spans(balancer.aliases, need, cached.route, body, cached.head)
+                set_alias(balancer.aliases, need, cached.route, body, cached.head)
             exchange = self._spare or self._new_exchange()
             exchange.recycle(io.loop.now)
             exchange.bytes_in = size

@@ -1,6 +1,6 @@
-"""Routes with their own body keys, and the owners of stored responses.
+"""Records which worker stores a response of `/v1/responses`: its owner.
 
-Contract: used only for routes with `text` or RESPONSE_OWNER. The id of a response is recorded
+Contract: used only for routes that create such responses. The id of a response is recorded
 before its bytes are sent to the client; chunks are relayed unchanged.
 """
 
@@ -9,29 +9,18 @@ from __future__ import annotations
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.relay.response_relay import BodyFraming
-from omni_proxy.routing.inspect.keyed_text import keyed_fields
-from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.pinning import (
-    ResponseIdScanner,
-    ResponseOwners,
-    named_response,
-    pin_to_response_owner,
-)
-from omni_proxy.routing.routes import RESPONSE_OWNER
+from omni_proxy.routing.pinning import ResponseIdScanner, ResponseOwners
+from omni_proxy.routing.routes import RESPONSE_OWNER, Route
 
 
-def read_keys(io: ExchangeIO, exchange: Exchange, need: Requirements) -> None:
-    """Complete the requirements of an inspected request from the keys of its route."""
-    route, owners = exchange.route, io.services.balancer.response_owners
-    assert route is not None
-    body = b"" if need.large_body_class else exchange.body
-    if route.text and body:
-        need.body_fields = keyed_fields(body, route.text)
-    if route.pinning is RESPONSE_OWNER:
-        named = named_response(exchange.target.partition("?")[0], body)
-        pin_to_response_owner(need, named, owners, io.loop.now)
-        if route.text:  # the route that creates stored responses
-            io.watch = ResponseWatch(io, exchange, owners)
+def creates_stored_response(route: Route) -> bool:
+    """Whether responses of this route may be stored by their worker."""
+    return route.pinning is RESPONSE_OWNER and bool(route.text)
+
+
+def watch_response(io: ExchangeIO, exchange: Exchange) -> None:
+    """Record the owner of the response to this request."""
+    io.watch = ResponseWatch(io, exchange, io.services.balancer.response_owners)
 
 
 class ResponseWatch:

@@ -33,14 +33,14 @@ def changed_parts(exchange: Exchange) -> Parts | None:
 
 
 def parts_for_target(need: Requirements, route: Route, body: bytes) -> Parts:
-    """`body` with the target's model, if `find_spans` has found a model in it."""
+    """`body` with the target's model, if `set_alias` has found a model in it."""
     alias, model = need.alias, need.target_model
     if alias is None or model is None or not alias.spans:
         return [body]
     return with_model(body, alias.spans, model, is_json=route.body_kind is not FORM)
 
 
-def find_spans(
+def set_alias(
     aliases: ModelAliases, need: Requirements, route: Route, body: bytes, facts: HeadFacts
 ) -> None:
     """Set the alias that the request names; with `rewrite` also its positions in the body. Raises

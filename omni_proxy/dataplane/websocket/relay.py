@@ -27,6 +27,11 @@ from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ANY_STREAM, ClientDisconnected, PhaseTimeout, pause
 from omni_proxy.dataplane.relay.response_relay import rate_lines
 from omni_proxy.dataplane.upstream.acquire import report_failure
+from omni_proxy.dataplane.upstream.fleet_requirements import (
+    RequestParts,
+    complete_requirements,
+    pin_request,
+)
 from omni_proxy.dataplane.websocket.connect import connect_worker
 from omni_proxy.routing.inspect.model_field import session_spans, with_model
 from omni_proxy.routing.inspect.requirements import (
@@ -34,7 +39,6 @@ from omni_proxy.routing.inspect.requirements import (
     Requirements,
     inspect_session,
 )
-from omni_proxy.routing.pinning import pin_to_rank, pin_to_voice_owner
 from omni_proxy.shared.engine_protocol import (
     SPEECH_CONFIG_BYTES,
     SPEECH_CONFIG_SECS,
@@ -114,17 +118,13 @@ class _Session:
         route = exchange.route
         assert route is not None
         need = exchange.requirements = inspect_session(route, first, RequestFacts(b"", head.hints))
-        balancer = io.services.balancer
-        reserve(exchange, need, io.services.fleet, len(first), io.loop.now)
-        pin_to_voice_owner(balancer.voices, route.traffic, need)
-        if io.services.fleet.has_ranks:
-            pin_to_rank(need, head.hints, b"")
-        if balancer.policy.needs_affinity_key:
-            need.affinity_key = balancer.affinity_keys.read(head.lines, b"")
-        if balancer.aliases is not None:
-            balancer.aliases.resolve(need, head.lines, b"")
-            if need.alias is not None and need.alias.split.rewrite:
-                need.alias.spans = session_spans(first)
+        balancer, fleet, now = io.services.balancer, io.services.fleet, io.loop.now
+        reserve(exchange, need, fleet, len(first), now)
+        parts = RequestParts(route, (head.lines,), b"", hints=head.hints, takes_pair=False)
+        pin_request(balancer, fleet, need, parts, now)
+        complete_requirements(balancer, fleet, need, parts)
+        if need.alias is not None and need.alias.split.rewrite:
+            need.alias.spans = session_spans(first)
         io.services.inflight.hold(exchange, len(first))
         worker, chunk = await connect_worker(io, exchange, head)
         io.services.inflight.release_body(exchange)

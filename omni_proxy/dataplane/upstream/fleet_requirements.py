@@ -1,0 +1,104 @@
+"""What the fleet, the policy and the aliases add to the requirements of a request, before its
+worker is chosen: one text for relayed, picked and explained requests and for WebSocket sessions.
+
+Invariant: call `pin_request` first, then `complete_requirements`. Nothing here counts the request
+or chooses its worker. Only the affinity key is read from a body that is parsed in slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.voice_registry import VoiceRegistry
+from omni_proxy.routing.inspect.affinity_key import AffinityKeyReader, session_key
+from omni_proxy.routing.inspect.keyed_text import keyed_fields
+from omni_proxy.routing.inspect.large_body import check_large_body
+from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.model_aliases import ModelAliases, name_adapter
+from omni_proxy.routing.pinning import (
+    ResponseOwners,
+    named_response,
+    pin_to_rank,
+    pin_to_response_owner,
+    pin_to_voice_owner,
+)
+from omni_proxy.routing.policies import Policy
+from omni_proxy.routing.routes import RESPONSE_OWNER, Route
+
+
+class RoutingState(Protocol):
+    """The state that completes requirements: of the data plane, or a view of it.
+
+    `needs_affinity_key`: the policy of regular workers, or of a pool, needs it.
+    """
+
+    @property
+    def policy(self) -> Policy: ...
+    @property
+    def needs_affinity_key(self) -> bool: ...
+    @property
+    def affinity_keys(self) -> AffinityKeyReader: ...
+    @property
+    def voices(self) -> VoiceRegistry: ...
+    @property
+    def response_owners(self) -> ResponseOwners: ...
+    @property
+    def aliases(self) -> ModelAliases | None: ...
+
+
+class RequestParts(NamedTuple):
+    """A request as its requirements are read from it.
+
+    `lines`: the head, in parts. `path`: without the query; it and `hints` (of the head) are only
+    for `pin_request`. `session`: the affinity key if it is known, else it is read from head and
+    body. `takes_pair`: a prefill and a decode worker may serve the request together.
+    """
+
+    route: Route
+    lines: Sequence[bytes]
+    body: bytes
+    path: str = ""
+    hints: Mapping[bytes, bytes] = {}
+    session: bytes = b""
+    takes_pair: bool = True
+
+
+def pin_request(
+    routing: RoutingState, fleet: Fleet, need: Requirements, request: RequestParts, now: float
+) -> None:
+    """Restrict the request to workers that have what it names: a rank, a stored voice, a stored
+    response. Also reads the texts of a route with its own keys. `now`: seconds of the event loop's
+    clock. Raises HttpError 400."""
+    route, body = request.route, request.body
+    if need.large_body_class:
+        check_large_body(fleet, need)
+        body = b""
+    if fleet.has_ranks:
+        pin_to_rank(need, request.hints, body)
+    if route.traffic != "generation":
+        pin_to_voice_owner(routing.voices, route.traffic, need)
+        if route.text and body:
+            need.body_fields = keyed_fields(body, route.text)
+        if route.pinning is RESPONSE_OWNER:
+            named_id = named_response(request.path, body)
+            pin_to_response_owner(need, named_id, routing.response_owners, now)
+
+
+def complete_requirements(
+    routing: RoutingState, fleet: Fleet, need: Requirements, request: RequestParts
+) -> None:
+    """Set the legs, the affinity key, the adapter, and the session of an alias."""
+    needs_key = routing.policy.needs_affinity_key
+    if request.takes_pair and fleet.has_pools:
+        need.legs = request.route.legs
+        needs_key = routing.needs_affinity_key
+    if needs_key and request.session:
+        need.affinity_key = session_key(request.session)
+    elif needs_key:
+        need.affinity_key = routing.affinity_keys.read(b"".join(request.lines), request.body)
+    if fleet.has_adapters:
+        name_adapter(need, routing.aliases, request.body)
+    if routing.aliases is not None:
+        routing.aliases.resolve(need, b"".join(request.lines), request.body)
