@@ -18,7 +18,8 @@ import msgspec
 import trio
 
 from omni_proxy.dataplane.admission.caller_admission import begin_call, check_models_form, reserve
-from omni_proxy.dataplane.exchange.exchange import Exchange, id_from_body
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.request_id import id_from_body
 from omni_proxy.dataplane.finalize import finalize
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.dataplane.upstream.fleet_requirements import (

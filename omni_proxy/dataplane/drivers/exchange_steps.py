@@ -18,12 +18,8 @@ from omni_proxy.dataplane.admission.caller_admission import begin_call, check_mo
 from omni_proxy.dataplane.attempt.attempt import AttemptFailed, SentRequest, run_attempt
 from omni_proxy.dataplane.attempt.retry import RetryState, report_end
 from omni_proxy.dataplane.disaggregation.two_leg_request import respond_in_two_legs
-from omni_proxy.dataplane.exchange.exchange import (
-    Exchange,
-    add_forwarded,
-    id_from_body,
-    new_request_id,
-)
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.request_id import add_forwarded, id_from_body, new_request_id
 from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.task import pause
 from omni_proxy.dataplane.relay.local_reply import (

@@ -35,8 +35,9 @@ from omni_proxy.dataplane.drivers.exchange_steps import (
     respond_by_worker,
     set_requirements,
 )
-from omni_proxy.dataplane.exchange.exchange import Exchange, id_from_body
+from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.fast_path_cache import CachedRequest
+from omni_proxy.dataplane.exchange.request_id import id_from_body
 from omni_proxy.dataplane.exchange.request_trace import (
     DRAW_BITS,
     UNSAMPLED,

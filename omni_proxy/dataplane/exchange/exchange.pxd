@@ -16,6 +16,3 @@ cdef class Exchange:
     cdef public object version, worker_seen, candidates, outcome, ended_by, error, phase
 
     cpdef recycle(self, double now)
-
-cdef class Recorders:
-    cdef public object access_log, spans, route_log, meters

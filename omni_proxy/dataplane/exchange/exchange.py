@@ -1,15 +1,10 @@
-"""One request with its response as data: its state and its result; and the interfaces of its
-observers, log sinks and metrics.
+"""One request with its response as data: its state and its result.
 
 Invariant: nothing here does I/O or reads a clock. The event loop (fast path) and the coroutine of
-the connection write the same object, one after the other; `finalize` reads it at the
-end. An observer neither waits nor fails, and keeps no reference to an exchange.
+the connection write the same object, one after the other; `finalize` reads it at the end.
 """
 
 from __future__ import annotations
-
-from random import getrandbits
-from typing import Final, Protocol
 
 import msgspec
 
@@ -21,10 +16,6 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.disaggregation.pick_record import PickRecord
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.routes import Route
-from omni_proxy.wire.forwarded import ForwardedHeaders
-from omni_proxy.wire.request import RequestHead
-
-REQUEST_ID_NAME: Final = b"X-SGLang-Omni-Request-ID: "
 
 
 class Exchange:
@@ -160,79 +151,3 @@ class TwoLegs(msgspec.Struct, gc=False, eq=False):
     begun: bool = False  # the leg runs, and will release its own worker
     rid: str = ""  # the request id for SGLang's engines
     transfer_failures: int = 0  # failed transfers of the KV cache
-
-
-def new_request_id() -> bytes:
-    return b"%032x" % getrandbits(128)
-
-
-def id_from_body(need: Requirements) -> bytes:
-    """The id of a request whose head has none: the one in its body if it is valid in a header, else
-    a new one."""
-    text = need.request_id
-    if text and len(text) <= 256 and text.isascii() and text.isprintable():
-        return text.encode()
-    return new_request_id()
-
-
-def add_forwarded(forwarded: ForwardedHeaders, exchange: Exchange, head: RequestHead) -> None:
-    """Add the client's address and the request id to the forwarded lines, as configured."""
-    head.lines += forwarded.forwarded_for_line(exchange.client)
-    if forwarded.id_name:
-        head.lines = forwarded.set_request_id(head.lines, exchange.request_id)
-        exchange.request_id_line = forwarded.request_id_line(exchange.request_id)
-
-
-class LineSink(Protocol):
-    """Accepts log lines without waiting; drops a line that it can't store."""
-
-    def write(self, record: bytes) -> None: ...
-
-
-class GapRecorder(Protocol):
-    """Counts seconds between two chunks of a response. Callers append them to `late`, and call
-    `sort_in` when there are many."""
-
-    late: list[float]
-
-    def sort_in(self) -> None:
-        """Count and clear `late`, which stays the same list."""
-
-
-class RequestObserver(Protocol):
-    """Counts exchanges that have ended, and some events of running ones."""
-
-    def record(self, exchange: Exchange, worker: Worker | None) -> None: ...
-
-    def note_trace(self, exchange: Exchange, worker: Worker | None) -> None:
-        """The exchange has ended, and its trace is sampled."""
-
-    def record_prefill(self, exchange: Exchange, worker: Worker) -> None:
-        """A prefill leg succeeded."""
-
-    def gap_histogram(self, exchange: Exchange) -> GapRecorder | None: ...
-
-    def count_target(self, alias: str, target: str) -> None: ...
-
-    def count_cached(self, worker: Worker, predicted: int, reported: int) -> None:
-        """Count prompt tokens that were predicted to be cached, and that the worker reported."""
-
-
-class Recorders:
-    """The current observers; None for one that is disabled."""
-
-    def __init__(self) -> None:
-        self.access_log: LineSink | None = None
-        self.spans: LineSink | None = None
-        self.route_log: LineSink | None = None
-        self.meters: RequestObserver | None = None
-
-
-class UnobservedGaps:
-    """A `GapRecorder` that discards the gaps, so that the relay needs no check."""
-
-    def __init__(self) -> None:
-        self.late: list[float] = []
-
-    def sort_in(self) -> None:
-        self.late.clear()

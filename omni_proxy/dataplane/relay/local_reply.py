@@ -12,7 +12,8 @@ from math import inf
 from typing import Final
 
 from omni_proxy.admin_ops.routes import TOPPED
-from omni_proxy.dataplane.exchange.exchange import Exchange, new_request_id
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.request_id import new_request_id
 from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
 from omni_proxy.dataplane.relay.response_relay import diagnostic_fields, rate_lines

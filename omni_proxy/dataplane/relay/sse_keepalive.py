@@ -13,7 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
-from omni_proxy.dataplane.exchange.exchange import REQUEST_ID_NAME, Exchange
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.request_id import REQUEST_ID_NAME
 from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, Readable, pause

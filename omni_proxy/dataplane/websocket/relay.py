@@ -15,12 +15,8 @@ from wsproto.connection import ConnectionType
 from wsproto.events import CloseConnection, Message
 
 from omni_proxy.dataplane.admission.caller_admission import reserve
-from omni_proxy.dataplane.exchange.exchange import (
-    REQUEST_ID_NAME,
-    Exchange,
-    add_forwarded,
-    new_request_id,
-)
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.request_id import REQUEST_ID_NAME, add_forwarded, new_request_id
 from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
