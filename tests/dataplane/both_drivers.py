@@ -16,7 +16,7 @@ import pytest
 
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.downstream.connection import Connection
-from omni_proxy.dataplane.exchange import exchange
+from omni_proxy.dataplane.exchange import request_id
 from omni_proxy.dataplane.exchange.fast_path_cache import FastPathCache
 from omni_proxy.dataplane.loop import event_loop
 from omni_proxy.dataplane.loop.task import pause
@@ -227,7 +227,7 @@ class World(ManualLoop):
             return respond(connection, current, raw)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exchange, "getrandbits", lambda bits: next(numbers))
+            patch.setattr(request_id, "getrandbits", lambda bits: next(numbers))
             patch.setattr(Connection, "_respond", count_and_respond)
             if not self.use_fast_path:
                 patch.setattr(FastPathCache, "find", lambda cache, head: None)

@@ -81,9 +81,7 @@ class Connection(ExchangeIO):
         except ClientDisconnected:
             exchange = self.exchange
             if exchange is not None:
-                exchange.end(
-                    "stream_cancelled" if exchange.relayed else "client_disconnected", "client"
-                )
+                exchange.end_by_client()
         except OSError:
             pass  # the client has disconnected
         finally:

@@ -6,6 +6,8 @@ the connection write the same object, one after the other; `finalize` reads it a
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from omni_proxy.api_keys.caller import ApiCaller
@@ -16,6 +18,13 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.disaggregation.pick_record import PickRecord
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.routes import Route
+
+# How an exchange ended; the values are those of the access log and of the metrics. "": it runs.
+Outcome = Literal[
+    "", "completed", "refused", "client_disconnected", "stream_cancelled", "client_stalled",
+    "timed_out", "stream_error", "upstream_error", "cut_by_proxy",
+]  # fmt: skip
+EndedBy = Literal["", "client", "proxy", "worker"]
 
 
 class Exchange:
@@ -87,8 +96,8 @@ class Exchange:
         self.bytes_in = 0
         self.bytes_out = 0
         self.chunks = 0  # chunks of the response
-        self.outcome = ""
-        self.ended_by = ""
+        self.outcome: Outcome = ""
+        self.ended_by: EndedBy = ""
         self.error = ""
         self.phase = ""
 
@@ -103,10 +112,14 @@ class Exchange:
         self.relayed = self.single_chunk = False
         self.candidates = None
 
-    def end(self, outcome: str, by: str, error: str = "", *, phase: str = "") -> None:
+    def end(self, outcome: Outcome, by: EndedBy, error: str = "", *, phase: str = "") -> None:
         """Record how it ended and in which phase; only the first call counts."""
         if not self.outcome:
             self.outcome, self.ended_by, self.error, self.phase = outcome, by, error, phase
+
+    def end_by_client(self) -> None:
+        """Record that the client disconnected; only the first end counts."""
+        self.end("stream_cancelled" if self.relayed else "client_disconnected", "client")
 
     def add_failed_attempt(self, target: Worker, result: str, at: float) -> None:
         """Record an attempt at a worker or rank. `result`: a status, or a name as in `retry_on`."""

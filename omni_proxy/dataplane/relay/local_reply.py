@@ -12,7 +12,7 @@ from math import inf
 from typing import Final
 
 from omni_proxy.admin_ops.routes import TOPPED
-from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.exchange import EndedBy, Exchange, Outcome
 from omni_proxy.dataplane.exchange.request_id import new_request_id
 from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
@@ -40,7 +40,7 @@ async def reply_with_error(
     fields = b"".join(diagnostic_fields(exchange)) if exchange.attempts else rate_lines(exchange)
     fields += _id_line(io, exchange) + exchange.cors
     exchange.status = error.status
-    outcome = "upstream_error" if exchange.attempts and error.status >= 500 else "refused"
+    outcome: Outcome = "upstream_error" if exchange.attempts and error.status >= 500 else "refused"
     keepalive, io.keepalive = io.keepalive, None
     if keepalive is not None and keepalive.begun:
         keepalive.reject(error)
@@ -112,7 +112,7 @@ def _timeout_error(phase: str) -> HttpError:
     return HttpError(504, f"timeout in phase {phase}", TIMEOUT, close=True)
 
 
-def _ended_by(error: HttpError, exchange: Exchange) -> str:
+def _ended_by(error: HttpError, exchange: Exchange) -> EndedBy:
     if error.status in (502, 504) and (exchange.attempts or error.code != TIMEOUT):
         return "worker"
     return "client" if error.status == 408 else "proxy"

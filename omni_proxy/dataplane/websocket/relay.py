@@ -15,7 +15,7 @@ from wsproto.connection import ConnectionType
 from wsproto.events import CloseConnection, Message
 
 from omni_proxy.dataplane.admission.caller_admission import reserve
-from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.exchange.exchange import Exchange, Outcome
 from omni_proxy.dataplane.exchange.request_id import REQUEST_ID_NAME, add_forwarded, new_request_id
 from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
@@ -229,7 +229,7 @@ class _Session:
         """
         for event in self.down.events():
             if isinstance(event, CloseConnection):
-                ended = "refused" if self.down.broken else "stream_cancelled"
+                ended: Outcome = "refused" if self.down.broken else "stream_cancelled"
                 self.exchange.end(ended, "client", _close_text(event))
                 raise _SessionEnd(event.code, event.reason or "")
             if isinstance(event, Message):

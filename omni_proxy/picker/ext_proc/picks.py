@@ -301,8 +301,7 @@ class EnvoyPicks:
         if facts.complete:
             exchange.end("completed", "")
         else:
-            ended = "stream_cancelled" if exchange.relayed else "client_disconnected"
-            exchange.end(ended, "client")
+            exchange.end_by_client()
         if facts.status:
             self._picker.end_prefill(exchange)
         if worker is not None:
