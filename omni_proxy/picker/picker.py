@@ -22,6 +22,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.request_id import id_from_body
 from omni_proxy.dataplane.finalize import finalize
 from omni_proxy.dataplane.services import ExchangeServices
+from omni_proxy.dataplane.upstream.acquire import count_at
 from omni_proxy.dataplane.upstream.fleet_requirements import (
     RequestParts,
     complete_requirements,
@@ -316,10 +317,9 @@ class Picker:
         exchange.route = match_route("POST", path) or match_configured(configured, "POST", path)
         self._services.inflight.admit(exchange)
         worker = exchange.worker = target.worker
-        worker.in_flight += 1
+        count_at(target, 1)
         if isinstance(target, DpRank):
             exchange.rank = target
-            target.in_flight += 1
         exchange.version = worker.version
         self._publish()
         return exchange

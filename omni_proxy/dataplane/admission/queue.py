@@ -242,7 +242,7 @@ class Queue:
             return False
         self._remove(waiter)
         waiter.admitted = True
-        waiter.io.phase_deadline = inf  # it is admitted, and runs in the next iteration
+        waiter.io.clear_timeout()  # it is admitted, and runs in the next iteration
         waiter.io.loop.wake(waiter.io)
         return True
 

@@ -11,6 +11,7 @@ responses; never a disconnect of the client.
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import inf
 from typing import Final
 
 from omni_proxy.dataplane.exchange.exchange import Exchange
@@ -173,7 +174,7 @@ class RetryPauses:
         if not services.balancer.all_tried(need, tried):
             return
         io.check_client(half_close_aborts=io.settings.half_close_aborts)
-        io.phase, io.phase_deadline = "backoff", io.deadline
+        io.set_timeout("backoff", inf)
         secs = pause_secs(self._made, services.random_below(CHANCES) / CHANCES)
         self._made += 1
         await services.timers.sleep(io, secs)

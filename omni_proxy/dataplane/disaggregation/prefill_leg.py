@@ -346,8 +346,7 @@ def limit_by_transfer(io: ExchangeIO) -> float:
     if secs == inf:
         return 0.0
     due = io.loop.now + secs
-    if due < io.phase_deadline:
-        io.phase_deadline = due
+    io.limit_phase(due)
     return due
 
 

@@ -336,7 +336,7 @@ class TwoLegDriver:
         io, response, stream = self._io, start.response, start.stream
         io.set_timeout("first", io.settings.limits.first_byte)
         if self._transfer_due:  # a response head does not prove that the transfer has ended
-            io.phase_deadline = min(io.phase_deadline, self._transfer_due)
+            io.limit_phase(self._transfer_due)
         while not start.chunk and not response.is_complete:
             try:
                 await wait_for_read(io, stream)

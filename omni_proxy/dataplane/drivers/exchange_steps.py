@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Coroutine, Generator, Sequence
+from math import inf
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -159,7 +160,7 @@ async def _walk(
     assert route is not None
     if not has_json_body(route, head):
         return None
-    io.phase_deadline = io.deadline  # the whole body has arrived
+    io.set_timeout(io.phase, inf)  # the whole body has arrived
     fields = await _in_slices(io, walk_large_json(body.buffered_body()))
     need = requirements_of_large_json(route, fields, head)
     split = _rewriting_split(io, need)

@@ -33,11 +33,20 @@ class IoTask(ConnectionTask):
             raise ClientDisconnected
 
     def set_timeout(self, phase: str, secs: float) -> None:
-        """Enter a phase that may last `secs`."""
+        """Enter a phase that may last `secs`; with `inf`, as long as the whole exchange."""
         self.phase = phase
         due = self.loop.now + secs
         # Not min(), because the call would double the cost of this method.
         self.phase_deadline = due if due < self.deadline else self.deadline  # noqa: FURB136
+
+    def limit_phase(self, due: float) -> None:
+        """End the current phase no later than `due`, in seconds of `EventLoop.now`."""
+        if due < self.phase_deadline:
+            self.phase_deadline = due
+
+    def clear_timeout(self) -> None:
+        """The current phase has no timeout any more."""
+        self.phase_deadline = inf
 
     async def read(self, stream: Stream, size: int = READ_BYTES) -> bytes:
         """The next bytes; b"" at the peer's end. Raises OSError for a broken connection."""

@@ -95,7 +95,7 @@ class SseKeepAlive:
             self.begun = True
             chunk = self._head() + chunk
         io = self._io
-        io.phase_deadline = io.loop.now + io.settings.limits.idle
+        io.set_timeout(io.phase, io.settings.limits.idle)
         try:
             await io.write(io.client, chunk)
         except PhaseTimeout:

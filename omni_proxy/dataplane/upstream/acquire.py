@@ -240,7 +240,7 @@ class Balancer:
         increased. If another process took its last slot, another one is chosen."""
         fleet = self._fleet
         if isinstance(target, DpRank):
-            target.worker.in_flight += 1  # as in `count_at_worker`
+            target.worker.in_flight += 1  # as in `count_at`
         if fleet.has_inflight_limits and fleet.is_over_limit(target):
             target = self._acquire_another(need, tried, target)
         return note_rank(exchange, target)
@@ -250,16 +250,13 @@ class Balancer:
     ) -> Worker:
         """Choose again, because another process took the last slot of `full` concurrently."""
         fleet = self._fleet
-        full.in_flight -= 1
-        count_at_worker(full, -1)
+        count_at(full, -1)
         for _ in range(CHOICES - 1):
             worker = pick_worker(fleet, need, self.policy, tried, self.voices.owner)
-            worker.in_flight += 1
-            count_at_worker(worker, 1)
+            count_at(worker, 1)
             if not fleet.is_over_limit(worker):
                 return worker
-            worker.in_flight -= 1
-            count_at_worker(worker, -1)
+            count_at(worker, -1)
         raise no_worker_error(fleet, need, self.voices.owner)
 
     def _acquire_placement(
@@ -313,20 +310,13 @@ class Balancer:
     def _count(self, placement: Placement) -> bool:
         """Count both workers. False, counting none, if one has no free slot over all processes."""
         fleet, prefill, worker = self._fleet, placement.prefill, placement.worker
-        if not (fleet.has_ranks or fleet.has_inflight_limits):
-            worker.in_flight += 1
-            if prefill is not None:
-                prefill.in_flight += 1
+        targets = (worker,) if prefill is None else (worker, prefill)
+        for target in targets:
+            count_at(target, 1)
+        if not fleet.has_inflight_limits or not any(map(fleet.is_over_limit, targets)):
             return True
-        both = (worker,) if prefill is None else (worker, prefill)
-        for each in both:
-            each.in_flight += 1
-            count_at_worker(each, 1)
-        if not fleet.has_inflight_limits or not any(fleet.is_over_limit(each) for each in both):
-            return True
-        for each in both:
-            each.in_flight -= 1
-            count_at_worker(each, -1)
+        for target in targets:
+            count_at(target, -1)
         return False
 
     def _count_target(self, alias: str, target: str | None) -> None:
@@ -355,8 +345,9 @@ class Balancer:
             self.release(leg, leg.worker, FAILED)
 
 
-def count_at_worker(target: Worker, requests: int) -> None:
-    """If `target` is a rank, also count its requests in flight at its worker."""
+def count_at(target: Worker, requests: int) -> None:
+    """Add `requests` in flight at a worker, or at a rank and its worker."""
+    target.in_flight += requests
     if isinstance(target, DpRank):
         target.worker.in_flight += requests
 
