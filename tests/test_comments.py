@@ -117,6 +117,28 @@ def test_a_name_of_no_module_is_found(name, expected):
     assert resolves(PACKAGE, name, {"loads"}) is expected
 
 
+def test_every_inlined_rule_is_listed():
+    marked = re.compile(r"# inlined: ([\w., ]+)$", re.MULTILINE)
+    rules = {
+        (f"{path.parent.name}/{path.stem}", rule.strip())
+        for path in sources()
+        for names in marked.findall(path.read_text())
+        for rule in names.split(",")
+    }
+    page = (ROOT / "docs/performance.md").read_text()
+    rows = page.partition("### Inlined rules")[2].partition("###")[0]
+    listed = {
+        (file, rule)
+        for line in rows.splitlines()
+        if line.startswith("| `")
+        for files, names in [line.strip("| ").split(" | ")]
+        for file in QUOTED.findall(files)
+        for rule in QUOTED.findall(names)
+    }
+    assert listed == rules
+    assert len(rules) > 10
+
+
 def test_every_module_quoted_with_a_class_exists():
     """`membership.CallHandler`: the short form for modules of the same package."""
     quoted = re.compile(r"See `(\w+)\.[A-Z]\w+`")

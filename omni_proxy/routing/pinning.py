@@ -70,7 +70,7 @@ def may_name_rank(body: bytes) -> bool:
     return (
         body.find(_COMMON_PART) >= 0
         or (body.find(_BACKSLASH) >= 0 and body.find(_ESCAPE) >= 0)
-        or body.find(_NUL, 0, 2) >= 0  # `_is_of_other_encoding`, inlined
+        or body.find(_NUL, 0, 2) >= 0  # inlined: _is_of_other_encoding
         or body.startswith(_WIDE_MARKS)
     )
 

@@ -110,14 +110,16 @@ def begin_complete_call(
     tokens = 0
     if not caller.token_rate:
         exchange.reserved = 0
+        # inlined: ApiCaller.begin
         if caller.begun < caller.begun_at_next_check and now < caller.until:
             caller.begun += 1
             return True
     else:
+        # inlined: estimate_prompt
         tokens = (len(body) + BYTES_PER_TOKEN - 1) // BYTES_PER_TOKEN + max_tokens_in(body)
         left = caller.tokens_left - tokens
         if left >= 0 and caller.begun < caller.begun_at_next_check and now < caller.until:
-            # `ApiCaller.begin` and `reserve`, inlined.
+            # inlined: ApiCaller.begin, ApiCaller.reserve
             caller.begun += 1
             caller.tokens_left, exchange.reserved = left, tokens
             exchange.token_bucket = caller.token_window.bucket
@@ -164,7 +166,7 @@ def end_complete_call(exchange: Exchange, caller: ApiCaller, body: bytes) -> Non
         return
     used, now = usage.prompt_tokens + usage.completion_tokens, exchange.response_head_at
     if used and exchange.token_bucket == caller.token_window.bucket and now < caller.until:
-        caller.tokens_left += exchange.reserved - used  # `settle`, inlined
+        caller.tokens_left += exchange.reserved - used  # inlined: ApiCaller.settle
     elif caller.token_rate:
         caller.settle(exchange.reserved, exchange.token_bucket, used, now)
     exchange.reserved = NOT_COUNTED

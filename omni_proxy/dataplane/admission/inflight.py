@@ -68,7 +68,7 @@ class InFlight:
         if exchange.admitted:
             exchange.admitted = False
             self.in_flight -= 1
-        if exchange.held_bytes and not holds_bytes:  # `release_bytes`, without its call
+        if exchange.held_bytes and not holds_bytes:  # inlined: release_bytes
             self.held_bytes -= exchange.held_bytes
             exchange.held_bytes = 0
 

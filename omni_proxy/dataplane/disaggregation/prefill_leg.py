@@ -210,7 +210,8 @@ class PrefillLeg(SideTask):
         if body is None or status >= 400:
             return False
         exchange, loop = self.exchange, self.loop
-        exchange.status, exchange.outcome, exchange.body = status, "completed", b""
+        exchange.end("completed", "")
+        exchange.status, exchange.body = status, b""
         exchange.response_head_at = exchange.ended_at = loop.now
         if self._keeps:
             self.kept = body

@@ -195,6 +195,7 @@ class FastPath(EventHandler):
             exchange.recycle(io.loop.now)
             exchange.bytes_in = size
             if (caller := cached.caller) is not None:
+                # inlined: begin_complete_call
                 if caller.begun < caller.fast_path_bound and exchange.started_at < caller.until:
                     caller.begun += 1
                     exchange.reserved = 0
@@ -287,6 +288,7 @@ class FastPath(EventHandler):
         client.write_soon(b"".join([
             template.lines, *diagnostic_fields(exchange), exchange.version.lines, length_line, body,
         ]))  # fmt: skip
+        # inlined: Exchange.end
         exchange.status, exchange.chunks, exchange.bytes_out = template.status, 1, size
         exchange.relayed, exchange.single_chunk, exchange.outcome = True, sent_at_once, "completed"
         need = exchange.requirements

@@ -150,7 +150,7 @@ def _relay_chunks(
     count, size, tail, chunk = exchange.chunks, exchange.bytes_out, exchange.last_chunk, start.chunk
     try:
         while not response.is_complete:
-            if not upstream.readable:  # `must_wait_for`, inlined
+            if not upstream.readable:  # inlined: must_wait_for
                 io.waiting_on = upstream
                 yield
             elif io.count_read():
@@ -177,7 +177,7 @@ def _relay_chunks(
                 io.phase = "relay"
             before = now
             tail = chunk if keeps_last_chunk and len(chunk) > END_BYTES else tail
-            due = now + idle
+            due = now + idle  # inlined: IoTask.set_timeout
             io.phase_deadline = due if due < deadline else deadline  # noqa: FURB136
             count += 1
             size += len(chunk)

@@ -187,7 +187,7 @@ class Balancer:
             worker = self._acquire_pair(exchange, need, tried)
         else:
             worker = pick_worker(fleet, need, self.policy, tried, self.voices.owner)
-            worker.in_flight += 1
+            worker.in_flight += 1  # inlined: count_at
             if not worker.is_plain:
                 worker = self._settle(exchange, need, tried, worker)
         exchange.worker = worker
@@ -226,6 +226,7 @@ class Balancer:
             pair = pick_from_last_pools(self._pairing, need, self.pools)
             if pair is not None:
                 worker, prefill = pair
+                # inlined: count_at
                 worker.in_flight += 1
                 prefill.in_flight += 1
                 leg = self._begin_prefill(exchange, prefill)
@@ -240,7 +241,7 @@ class Balancer:
         increased. If another process took its last slot, another one is chosen."""
         fleet = self._fleet
         if isinstance(target, DpRank):
-            target.worker.in_flight += 1  # as in `count_at`
+            target.worker.in_flight += 1
         if fleet.has_inflight_limits and fleet.is_over_limit(target):
             target = self._acquire_another(need, tried, target)
         return note_rank(exchange, target)

@@ -368,6 +368,7 @@ class CacheAware(Policy):
 
     def _loads_differ(self, candidates: Sequence[Worker]) -> bool:
         if self._weights.take(candidates):
+            # inlined: load_of
             loads = [worker.in_flight + worker.load_offset for worker in candidates]
         else:
             loads = [self._load(worker) for worker in candidates]
@@ -436,6 +437,7 @@ def _ranks(
     candidates: Sequence[Worker], sizes: Sequence[float], spared: Collection[Worker]
 ) -> list[_Rank]:
     out = set(spared)
+    # inlined: load_of
     return [
         ((worker.in_flight + worker.load_offset) / worker.weight, size, index)
         for index, (size, worker) in enumerate(zip(sizes, candidates, strict=True))

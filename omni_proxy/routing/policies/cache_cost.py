@@ -67,7 +67,7 @@ class PromptCost:
         costs: list[float] = []
         for worker in workers:
             uncached = uncached_tokens(tokens, held[worker]) if worker in held else tokens
-            # `load_of`, inlined.
+            # inlined: load_of
             cost = factor * uncached + each * (worker.in_flight + worker.load_offset)
             known = reports.get(worker)
             if known is not None:

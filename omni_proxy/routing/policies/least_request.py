@@ -53,7 +53,7 @@ def fill(worker: Worker) -> float:
 
 def least(candidates: Sequence[Worker], offset: int) -> tuple[Worker, int]:
     """The least loaded worker, and how many have that load; `offset` rotates among these."""
-    fills = [  # `fill`, inlined, as is `load_of`
+    fills = [  # inlined: fill
         (worker.in_flight + worker.load_offset + 1) / worker.weight for worker in candidates
     ]
     lowest = min(fills)
@@ -96,6 +96,7 @@ class LeastRequest(Policy):
         count, offset = len(candidates), self._turn
         start = offset % count
         best: WorkerLoad = candidates[start]
+        # inlined: load_of
         fewest = best.in_flight + best.load_offset
         if fewest > 0:
             twice, place = self._twice, start
