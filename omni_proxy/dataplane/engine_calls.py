@@ -21,9 +21,9 @@ from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.kv_connectors.mooncake import MAX_QUERY_BYTES, QUERY, read_engine_ids
+from omni_proxy.routing.kv_connectors.sglang import abort_body, bootstrap_host
 from omni_proxy.routing.kv_events.tokenized_texts import TokenizedTexts, TokenizeRequest
-from omni_proxy.routing.kv_transfer.mooncake import MAX_QUERY_BYTES, QUERY, read_engine_ids
-from omni_proxy.routing.kv_transfer.sglang import abort_body, bootstrap_host
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.response import UpstreamProtocolError
 

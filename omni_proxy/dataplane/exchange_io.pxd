@@ -14,7 +14,7 @@ cdef class ExchangeIO(AttemptIO):
     cdef public object role, peer, watch
     cdef public Exchange exchange
     cdef public bint close_after_response
-    cdef public bytes rest
+    cdef public bytes unread
     cdef public Py_ssize_t head_bytes
 
     cpdef await_next_request(self)

@@ -106,7 +106,7 @@ class ExchangeIO(AttemptIO):
     """One client connection with its current exchange."""
 
     __slots__ = (
-        "close_after_response", "exchange", "head_bytes", "peer", "rest", "role", "watch",
+        "close_after_response", "exchange", "head_bytes", "peer", "role", "unread", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -123,7 +123,7 @@ class ExchangeIO(AttemptIO):
         self.exchange: Exchange | None = None
         self.watch: ResponseReader | None = None  # set if the response of its exchange is read
         self.close_after_response = False
-        self.rest = b""  # bytes read from the client, not yet consumed
+        self.unread = b""  # bytes read from the client, not yet consumed
         self.head_bytes = 0  # size of the current request's head
 
     def is_disconnect(self, mask: int) -> bool:
@@ -134,9 +134,9 @@ class ExchangeIO(AttemptIO):
         413."""
         if length > limit:
             raise HttpError(413, "payload too large", "payload_too_large", close=True)
-        if not 0 <= length <= len(self.rest):
+        if not 0 <= length <= len(self.unread):
             return None
-        body, self.rest = self.rest[:length], self.rest[length:]
+        body, self.unread = self.unread[:length], self.unread[length:]
         exchange.bytes_in = length
         exchange.body_at = self.loop.now
         return body

@@ -20,7 +20,7 @@ from omni_proxy.dataplane.upstream.acquire import Balancer
 from omni_proxy.dataplane.upstream.pool import UpstreamPools
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.kv_transfer.mooncake import EngineIds
+from omni_proxy.routing.kv_connectors.mooncake import EngineIds
 from omni_proxy.routing.policies import RandomBelow
 from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
 

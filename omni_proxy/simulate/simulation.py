@@ -103,7 +103,7 @@ class SimulatedExchange(ExchangeIO):
         self.exchange = self.upstream = self.body_stream = self.keepalive = self.watch = None
         self.close_after_response = False
         self.connections = "redialled"
-        self.rest, self.head_bytes = b"", 0
+        self.unread, self.head_bytes = b"", 0
         self.simulation = simulation
         self.request = request
         self.number = number  # unique in a run

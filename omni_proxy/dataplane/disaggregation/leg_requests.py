@@ -77,14 +77,15 @@ class LegRequests:
         exchange = self._exchange
         return self.body(for_rank(exchange.requirements, self.path, edits, exchange.rank))
 
-    def prefill_head(self, connector: str, *, keeps: bool, has_ranks: bool) -> RequestHead:
-        """`keeps`: its response is read. `has_ranks`: some worker of the fleet has ranks."""
+    def prefill_head(self, connector: str, *, needs_payload: bool, has_ranks: bool) -> RequestHead:
+        """`needs_payload`: its response is read. `has_ranks`: some worker of the fleet has
+        ranks."""
         lines = self._lines(connector)
         # A rank that the client names is that of the decode worker.
         names_rank = has_ranks and RANK_HINT in self._head.hints
         if names_rank:
             lines = drop_fields(lines, RANK_FIELD | {_ENCODING})
-        elif keeps:
+        elif needs_payload:
             lines = without_encoding(lines)
         return self._head_with(lines)
 

@@ -10,7 +10,6 @@ note:features 2.6.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 from typing import Final, Literal, Protocol
 
 import msgspec
@@ -41,7 +40,7 @@ from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.dataplane.upstream.response_reports import learn_from, prediction_of_leg
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
 from omni_proxy.routing.cache_prediction import CachePrediction
-from omni_proxy.routing.kv_transfer.transfer_errors import names_transfer
+from omni_proxy.routing.kv_connectors.transfer_errors import names_transfer
 from omni_proxy.wire.errors import HttpError, UpstreamError
 from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.response import UpstreamProtocolError
@@ -96,32 +95,34 @@ class Interruptible(Protocol):
 class Interrupt:
     """Interrupts that wait outside of the leg's own step."""
 
-    __slots__ = ("_leg", "_of", "waiting_on")
+    __slots__ = ("_leg", "_sender", "waiting_on")
 
-    def __init__(self, of: Interruptible, leg: PrefillLeg) -> None:
+    def __init__(self, sender: Interruptible, leg: PrefillLeg) -> None:
         self.waiting_on: object = None
-        self._of = of
+        self._sender = sender
         self._leg = leg
 
     def step(self) -> None:
-        if not self._of.interrupt(self._leg):
-            self._of.loop.call_soon(self)
+        if not self._sender.interrupt(self._leg):
+            self._sender.loop.call_soon(self)
 
 
 class PrefillLeg(SideTask):
-    """`failure`: why the leg failed. `kept`: the payload of its response, if it is needed."""
+    """`failure`: why the leg failed. `payload`: the payload of its response, if it is needed."""
 
     __slots__ = (
-        "_cancelled", "_head", "_keeps", "_lines", "_pool", "_prediction", "_sent", "_sent_bytes",
-        "ended_directly", "exchange", "failure", "is_stream", "kept", "on_end", "statuses",
-        "worker",
+        "_cancelled", "_head", "_lines", "_needs_payload", "_pool", "_prediction", "_sent",
+        "_sent_bytes", "ended_without_coroutine", "exchange", "failure", "is_stream", "on_end",
+        "payload", "statuses", "worker",
     )  # fmt: skip
 
-    def __init__(self, io: ExchangeIO, legs: TwoLegs, waiter: Steppable, *, keeps: bool) -> None:
+    def __init__(
+        self, io: ExchangeIO, legs: TwoLegs, waiter: Steppable, *, needs_payload: bool
+    ) -> None:
         super().__init__(io.services)
         self._coro = self.upstream = None
         self.failure: PairFailed | None = None
-        self.kept = b""
+        self.payload = b""
         self.is_stream = False
         self.on_end: Callable[[PrefillLeg], None] = ignore_end
         self.statuses: FailedStatuses | None = None  # of the request; None: this is its first leg
@@ -130,11 +131,13 @@ class PrefillLeg(SideTask):
         self._sent: SentRequest | None = None  # the request that the coroutine continues
         self._prediction: CachePrediction | None = None
         self._sent_bytes = 0
-        self.renew(io, legs, waiter, keeps=keeps)
+        self.reset_for(io, legs, waiter, needs_payload=needs_payload)
 
-    def renew(self, io: ExchangeIO, legs: TwoLegs, waiter: Steppable, *, keeps: bool) -> None:
-        """Reset it for another request. Only for a leg that has `ended_directly`: fields that such
-        a leg never changes are not reset."""
+    def reset_for(
+        self, io: ExchangeIO, legs: TwoLegs, waiter: Steppable, *, needs_payload: bool
+    ) -> None:
+        """Reset it for another request. Only for a leg that has `ended_without_coroutine`: fields
+        that such a leg never changes are not reset."""
         exchange = legs.prefill
         assert exchange is not None
         assert exchange.worker is not None
@@ -151,8 +154,8 @@ class PrefillLeg(SideTask):
                 self._sent_bytes = io.exchange.bytes_in if io.exchange is not None else 0
         exchange.requirements = None  # the body has already been changed
         self.deadline = io.deadline
-        self._keeps = keeps
-        self.ended_directly = False  # it succeeded without a coroutine
+        self._needs_payload = needs_payload
+        self.ended_without_coroutine = False  # it succeeded without a coroutine
         legs.begun = True
 
     def send(self, head: RequestHead, body: bytes) -> None:
@@ -194,13 +197,18 @@ class PrefillLeg(SideTask):
         if chunk is None:
             self.waiting_on = stream
             return
-        if chunk and not stream.readable and not stream.pending and self._take(pool, stream, chunk):
+        if (
+            chunk
+            and not stream.readable
+            and not stream.pending
+            and self._finish_if_cached(pool, stream, chunk)
+        ):
             return
         self._pool, self._sent = None, SentRequest(pool, stream, chunk, error)
         self._coro = self.serve()
         super().step()
 
-    def _take(self, pool: UpstreamPool, stream: Stream, chunk: bytes) -> bool:
+    def _finish_if_cached(self, pool: UpstreamPool, stream: Stream, chunk: bytes) -> bool:
         """End the leg if this is a complete response like the worker's last one. Returns whether it
         is."""
         body = read_complete_response(
@@ -213,10 +221,10 @@ class PrefillLeg(SideTask):
         exchange.end("completed", "")
         exchange.status, exchange.body = status, b""
         exchange.response_head_at = exchange.ended_at = loop.now
-        if self._keeps:
-            self.kept = body
+        if self._needs_payload:
+            self.payload = body
         self._pool = self.upstream = None
-        self.ended_directly = self.readable = True
+        self.ended_without_coroutine = self.readable = True
         loop.side_tasks -= 1
         pool.release(stream)
         self._release(SUCCEEDED)
@@ -267,13 +275,13 @@ class PrefillLeg(SideTask):
         exchange.status = status = start.response.status
         exchange.response_head_at = self.loop.now
         self.is_stream = start.response.sse
-        most = MAX_ERROR_BYTES if status >= 400 else MAX_KEPT_BYTES if self._keeps else 0
+        most = MAX_ERROR_BYTES if status >= 400 else MAX_KEPT_BYTES if self._needs_payload else 0
         payload = await read_body(self, start, "prefill", most)
         if status >= 400:
             held = hold_response(start, payload)
             self.failure = failure_of_response("prefill", self.worker, held, status)
         else:
-            self.kept = payload
+            self.payload = payload
 
     def _fail(self, kind: str, error: str, status: int = 502) -> PairFailed:
         self.failure = PairFailed("prefill", self.worker, kind, error, status)
@@ -285,7 +293,7 @@ class PrefillLeg(SideTask):
             self._fail("response_timeout", f"no response within {secs:g} s", 504).is_transfer = True
 
     @property
-    def is_answered(self) -> bool:
+    def is_response_complete(self) -> bool:
         """Whether its engine has ended the request: its whole response was received."""
         failure = self.failure
         whole = failure is None or failure.response is not None
@@ -319,8 +327,8 @@ class PrefillLeg(SideTask):
             if recorders.meters is not None:
                 recorders.meters.record_prefill(exchange, worker)
             if self._prediction is not None:
-                if self.kept:
-                    learn_from(recorders, self._prediction, self.kept, self._sent_bytes)
+                if self.payload:
+                    learn_from(recorders, self._prediction, self.payload, self._sent_bytes)
                 self._prediction = None
             report_success(services.fleet, exchange, worker)
         services.balancer.release(exchange, worker, result)
@@ -338,17 +346,6 @@ class PrefillLeg(SideTask):
         else:
             statuses = self.statuses or FailedStatuses()
             statuses.report(services, self.exchange, self.worker, failure.status)
-
-
-def limit_by_transfer(io: ExchangeIO) -> float:
-    """Prefill has ended: limit the phase. Returns when the decode worker must have begun, 0.0 for
-    no limit."""
-    secs = io.settings.limits.transfer
-    if secs == inf:
-        return 0.0
-    due = io.loop.now + secs
-    io.limit_phase(due)
-    return due
 
 
 def ignore_end(_: PrefillLeg) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
+from math import inf
 
 import msgspec
 
@@ -41,7 +42,6 @@ from omni_proxy.dataplane.disaggregation.prefill_leg import (
     PairFailed,
     PrefillLeg,
     failure_of_response,
-    limit_by_transfer,
 )
 from omni_proxy.dataplane.engine_calls import EngineIdQuery, abort_at
 from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
@@ -53,16 +53,16 @@ from omni_proxy.dataplane.upstream.pool import ResponseStart
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.json_splice import Edits, JsonText
-from omni_proxy.routing.kv_transfer import nixl
-from omni_proxy.routing.kv_transfer.mooncake import bootstrap_address, mooncake_legs
-from omni_proxy.routing.kv_transfer.sglang import (
+from omni_proxy.routing.kv_connectors import nixl
+from omni_proxy.routing.kv_connectors.mooncake import bootstrap_address, mooncake_legs
+from omni_proxy.routing.kv_connectors.sglang import (
     ClientIds,
     ResponseRewriter,
     SglangLegs,
     read_logprobs,
     sglang_legs,
 )
-from omni_proxy.routing.kv_transfer.transfer_errors import is_transfer_event
+from omni_proxy.routing.kv_connectors.transfer_errors import is_transfer_event
 from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.response import CLOSE, LENGTH, UpstreamProtocolError
 
@@ -211,14 +211,14 @@ class TwoLegDriver:
         rank = legs.prefill.rank if legs.prefill is not None else None
         edits = with_prefill_rank(made.decode, rank)
         self._requests.decode_body(edits)  # refuses a repeated key before any leg is sent
-        leg = self._start_leg(legs, made.prefill, keeps=made.merges_logprobs)
+        leg = self._start_leg(legs, made.prefill, needs_payload=made.merges_logprobs)
         rewrites = bool(made.client_rid) or made.merges_logprobs
         start = await self._decode(edits, leg, is_read=rewrites)
         return await self._rewritten(start, made, leg) if rewrites else start
 
     async def _by_nixl(self, legs: TwoLegs, body: JsonText) -> ResponseStart:
         edits = nixl.prefill_edits(self._requests.path, body)
-        leg = self._start_leg(legs, edits, keeps=True)
+        leg = self._start_leg(legs, edits, needs_payload=True)
         self._io.set_timeout("prefill", self._io.settings.limits.total)
         return await self._after_prefill(legs, leg)
 
@@ -236,7 +236,7 @@ class TwoLegDriver:
         address = bootstrap_address(prefill.url, prefill.bootstrap_port or 0)
         random_below = self._io.services.random_below
         made = mooncake_legs(self._requests.path, body, address, engine_id, random_below)
-        leg = self._start_leg(legs, made.prefill, keeps=False)
+        leg = self._start_leg(legs, made.prefill, needs_payload=False)
         return await self._decode(made.decode, leg)
 
     async def _engine_id(self, prefill: Worker, rank: DpRank | None) -> str:
@@ -262,13 +262,15 @@ class TwoLegDriver:
             raise PairFailed("prefill", prefill, "connect_failure", error)
         return found
 
-    def _start_leg(self, legs: TwoLegs, edits: Edits, *, keeps: bool) -> PrefillLeg:
+    def _start_leg(self, legs: TwoLegs, edits: Edits, *, needs_payload: bool) -> PrefillLeg:
         assert legs.prefill is not None
         io, requests = self._io, self._requests
         body = requests.prefill_body(edits, legs.prefill.rank)
         has_ranks = io.services.fleet.has_ranks
-        head = requests.prefill_head(legs.connector, keeps=keeps, has_ranks=has_ranks)
-        leg = self._leg = PrefillLeg(io, legs, io, keeps=keeps)
+        head = requests.prefill_head(
+            legs.connector, needs_payload=needs_payload, has_ranks=has_ranks
+        )
+        leg = self._leg = PrefillLeg(io, legs, io, needs_payload=needs_payload)
         leg.connections = "redialled" if legs.connector == "nixl" else self._connections
         leg.on_end, leg.statuses = self._leg_ended, self._retry.statuses
         leg.send(head, body)
@@ -365,8 +367,8 @@ class TwoLegDriver:
             await wait_for(io, leg)
             if leg.failure is not None:
                 raise leg.failure
-            logprobs = dict(read_logprobs(leg.kept, stream=leg.is_stream))
-            leg.kept = b""
+            logprobs = dict(read_logprobs(leg.payload, stream=leg.is_stream))
+            leg.payload = b""
         ids = ClientIds(made.rid, made.client_rid) if made.client_rid else None
         rewriter = ResponseRewriter(ids, logprobs)
         if response.sse and response.framing is not LENGTH:
@@ -410,7 +412,7 @@ class TwoLegDriver:
         if leg.failure is not None:
             self.loop.wake(Interrupt(self, leg))
             return
-        self._transfer_due = limit_by_transfer(self._io)
+        self._transfer_due = limit_decode_phase(self._io)
 
     def interrupt(self, leg: PrefillLeg) -> bool:
         """End the exchange's current wait with the leg's failure. False if it must be called again,
@@ -438,7 +440,7 @@ class TwoLegDriver:
             leg.cancel()
             # The prefill engine may have restarted, which only the decode engine detects.
             services.engine_ids.forget(leg.worker)
-            if not leg.is_answered:
+            if not leg.is_response_complete:
                 abort_at(services, leg.worker, rid)
         decode_worker, self._decode_worker = self._decode_worker, None
         if decode_worker is not None:
@@ -458,15 +460,26 @@ class TwoLegDriver:
 def take_params(legs: TwoLegs, leg: PrefillLeg) -> bytes | None:
     """The KV transfer parameters in the prefill response, for NIXL's decode engine; None if it has
     none."""
-    params = nixl.read_params(leg.kept)
+    params = nixl.read_params(leg.payload)
     if params is None:
         legs.fallback = "no_params"
-    leg.kept = b""
+    leg.payload = b""
     return params
 
 
 def free_late_leg(rid: str, leg: PrefillLeg) -> None:
     """Abort a prefill leg that failed after the end of the response: its engine may wait for a
     decode engine that never connects."""
-    if not leg.is_answered:
+    if not leg.is_response_complete:
         abort_at(leg.services, leg.worker, rid)
+
+
+def limit_decode_phase(io: ExchangeIO) -> float:
+    """Prefill has ended: limit the phase. Returns when the decode worker must have begun, 0.0 for
+    no limit."""
+    secs = io.settings.limits.transfer
+    if secs == inf:
+        return 0.0
+    due = io.loop.now + secs
+    io.limit_phase(due)
+    return due

@@ -156,14 +156,14 @@ class Connection(ExchangeIO):
         """
         client = self.client
         self.await_next_request()
-        buffer, self.rest = skip_empty_lines(self.rest), b""
+        buffer, self.unread = skip_empty_lines(self.unread), b""
         self.request_started_at = self.loop.now
         searched = 0
         while buffer or client.pending or not self.services.inflight.closes_idle:
             if buffer and buffer != b"\r":  # CR may be the first half of an empty line
                 end = find_head_end(buffer, searched)
                 if end:
-                    self.rest = buffer[end:]
+                    self.unread = buffer[end:]
                     return buffer[:end]
                 if not searched:
                     self.set_timeout("head", self.settings.limits.client_head)
@@ -172,7 +172,7 @@ class Connection(ExchangeIO):
                 await self._wait_for_client(buffer)
                 if self.exchange is not None:
                     break
-            chunk, self.rest = self.rest or client.read(READ_BYTES), b""
+            chunk, self.unread = self.unread or client.read(READ_BYTES), b""
             if chunk is None:
                 continue
             if not chunk:
@@ -193,7 +193,7 @@ class Connection(ExchangeIO):
         try:
             await pause
         except (PhaseTimeout, ClientDisconnected, HttpError) as error:
-            if self.exchange is None or not fast_path.takes(error):
+            if self.exchange is None or not fast_path.can_continue_after(error):
                 raise
             fast_path.error = error
         finally:

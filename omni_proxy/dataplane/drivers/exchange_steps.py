@@ -112,7 +112,7 @@ def _wrong_method(head: RequestHead, wrong: MethodNotAllowed) -> HttpError:
 
 async def _wait_for_slot(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> bool:
     inflight = io.services.inflight
-    inflight.hold(exchange, io.head_bytes + len(io.rest))
+    inflight.hold(exchange, io.head_bytes + len(io.unread))
     await io.services.queue.wait_for_slot(io, exchange, unread=bool(head.length))
     inflight.release_bytes(exchange)
     return await _admitted(io, exchange, head)
@@ -145,7 +145,7 @@ async def _read_body(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> b
 async def _start_body(
     io: ExchangeIO, exchange: Exchange, head: RequestHead, limit: int
 ) -> RequestBody:
-    if head.expects_continue and not io.rest:
+    if head.expects_continue and not io.unread:
         io.set_timeout("body", io.settings.limits.client_body)
         await io.write(io.client, b"HTTP/1.1 100 Continue\r\n\r\n")
     return RequestBody(io, exchange, head, limit)

@@ -109,7 +109,7 @@ class FastPath(EventHandler):
                 self._wait_on(stream)
             elif exchange is None:
                 if stream.readable or not self._send(chunk):
-                    io.rest = chunk if io.exchange is None else b""
+                    io.unread = chunk if io.exchange is None else b""
                     io.step()
             elif stream.readable or not self._relay(exchange, stream, chunk):
                 self._received = chunk
@@ -123,7 +123,7 @@ class FastPath(EventHandler):
     def is_disconnect(self, mask: int) -> bool:
         return self._io.is_disconnect(mask)
 
-    def takes(self, error: BaseException) -> bool:
+    def can_continue_after(self, error: BaseException) -> bool:
         """Whether the coroutine continues the exchange, and handles the error in it."""
         return isinstance(error, PhaseTimeout)
 

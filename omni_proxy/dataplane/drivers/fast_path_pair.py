@@ -32,11 +32,11 @@ from omni_proxy.dataplane.disaggregation.leg_requests import (
 from omni_proxy.dataplane.disaggregation.prefill_leg import (
     Interrupt,
     PrefillLeg,
-    limit_by_transfer,
 )
 from omni_proxy.dataplane.disaggregation.two_leg_request import (
     SentPair,
     free_late_leg,
+    limit_decode_phase,
     respond_in_two_legs,
     take_params,
 )
@@ -59,14 +59,14 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.body_fields import BodyFields, decode_body
 from omni_proxy.routing.inspect.json_splice import JsonText
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.kv_transfer import nixl
-from omni_proxy.routing.kv_transfer.plain_chat import (
+from omni_proxy.routing.kv_connectors import nixl
+from omni_proxy.routing.kv_connectors.plain_chat import (
     chat_with_params,
     decode_chat,
     one_token_chat,
     sglang_chat,
 )
-from omni_proxy.routing.kv_transfer.sglang import (
+from omni_proxy.routing.kv_connectors.sglang import (
     CHAT,
     ClientIds,
     SglangLegs,
@@ -130,7 +130,7 @@ class FastPairPath(FastPath):
             return  # woken after `stop`
         fault, self._fault = self._fault, None
         try:
-            was_tried = leg.ended_directly or leg.failure is not None
+            was_tried = leg.ended_without_coroutine or leg.failure is not None
             if was_tried or not self._send_after_prefill(leg):
                 io.step(fault)
         except Exception as failure:  # as in `FastPath.step`
@@ -138,7 +138,7 @@ class FastPairPath(FastPath):
 
     def _prefill_ended(self, leg: PrefillLeg) -> None:
         """Called in the leg's own step: send the decode leg, unless the coroutine must continue."""
-        if self._leg is not leg or not leg.ended_directly or self.client.task is not self:
+        if self._leg is not leg or not leg.ended_without_coroutine or self.client.task is not self:
             return
         try:
             if self._send_after_prefill(leg):
@@ -146,7 +146,7 @@ class FastPairPath(FastPath):
         except Exception as fault:  # a bug: raised in the next step
             self._fault = fault
 
-    def takes(self, error: BaseException) -> bool:
+    def can_continue_after(self, error: BaseException) -> bool:
         return self._leg is not None or isinstance(error, PhaseTimeout)
 
     def continuation(self, exchange: Exchange) -> Response:
@@ -203,9 +203,9 @@ class FastPairPath(FastPath):
         length_line = LENGTHS[size][1] if size < CACHED_LENGTHS else length_lines(size)[1]
         leg, self._spare_leg = self._spare_leg, None
         if leg is None:
-            leg = PrefillLeg(io, legs, self._after_prefill, keeps=waits)
+            leg = PrefillLeg(io, legs, self._after_prefill, needs_payload=waits)
         else:
-            leg.renew(io, legs, self._after_prefill, keeps=waits)
+            leg.reset_for(io, legs, self._after_prefill, needs_payload=waits)
         self._leg, self._transfer_due = leg, 0.0
         leg.send_directly(prefill_pool, self.cached.head, text, length_line, for_prefill)
         if for_decode is None:
@@ -291,7 +291,7 @@ class FastPairPath(FastPath):
         if leg.failure is not None:
             self.loop.wake(Interrupt(self, leg))
             return
-        self._transfer_due = limit_by_transfer(self._io)
+        self._transfer_due = limit_decode_phase(self._io)
 
     def _send_after_prefill(self, leg: PrefillLeg) -> bool:
         """NIXL: send the decode leg with the parameters of the prefill response. False if the
@@ -351,7 +351,7 @@ class FastPairPath(FastPath):
             self._leg = leg
             return False
         exchange.legs, self._body = None, b""
-        if leg.ended_directly:
+        if leg.ended_without_coroutine:
             self._keep(leg)
         elif not leg.readable:
             leg.on_end = partial(self._late_leg_ended, legs.rid)
@@ -364,7 +364,7 @@ class FastPairPath(FastPath):
 
     def _keep(self, leg: PrefillLeg) -> None:
         """Keep the leg for reuse, if it ended on the fast path."""
-        if leg.ended_directly:
+        if leg.ended_without_coroutine:
             self._spare_leg = leg
             if self._spare is not None:
                 self._spare.spare_leg = leg.exchange
@@ -380,11 +380,11 @@ def _with_own_id(made: SglangLegs, pool: UpstreamPool, body: bytes) -> bytes:
 class _AfterPrefill:
     """Waits for a prefill leg if the decode leg depends on its response."""
 
-    __slots__ = ("_of", "waiting_on")
+    __slots__ = ("_sender", "waiting_on")
 
     def __init__(self, of: FastPairPath) -> None:
         self.waiting_on: object = None
-        self._of = of
+        self._sender = of
 
     def step(self) -> None:
-        self._of.go_on_after_prefill()
+        self._sender.go_on_after_prefill()

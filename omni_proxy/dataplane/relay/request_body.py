@@ -49,7 +49,7 @@ class RequestBody:
         self._reader = ChunkedBody(limit) if head.length == CHUNKED else None
         self._read_bytes = CHUNKED_READ_BYTES if self._reader is not None else READ_BYTES
         self._out = memoryview(b"")  # bytes read that the worker has not accepted yet
-        received, io.rest = io.rest, b""
+        received, io.unread = io.unread, b""
         self._hold(self._payload_in(received))
 
     @property
@@ -122,7 +122,7 @@ class RequestBody:
             payload = received[: self._left]
             self._left -= len(payload)
             self.is_complete = not self._left
-            io.rest = received[len(payload) :]
+            io.unread = received[len(payload) :]
         else:
             reader.feed(received)
             chunks = len(reader.payload)
@@ -133,7 +133,7 @@ class RequestBody:
             reader.payload.clear()
             self.is_complete = reader.is_complete
             if self.is_complete:
-                io.rest = reader.rest
+                io.unread = reader.rest
         self._exchange.bytes_in += len(payload)
         if self.is_complete:
             self._exchange.body_at = io.loop.now

@@ -49,7 +49,7 @@ async def connect_worker(
         try:
             stream_and_rest = await _open(io, exchange, head, worker)
         except AttemptFailed as failed:
-            _close_upstream(io)
+            io.close_upstream()
             retry = retry or RetryState(io, exchange, 0)
             kind = failed.kind
             if kind in (REFUSED, UNAVAILABLE):
@@ -124,12 +124,6 @@ async def _read_status(io: ExchangeIO, upstream: Stream, nonce: bytes) -> tuple[
         if not chunk:
             raise UpstreamProtocolError("it closed without a response to the handshake")
         buffer += chunk
-
-
-def _close_upstream(io: ExchangeIO) -> None:
-    upstream, io.upstream = io.upstream, None
-    if upstream is not None:
-        upstream.close()
 
 
 def _with_numeric_code(error: HttpError) -> HttpError:

@@ -135,7 +135,7 @@ class _Session:
         io = self.io
         limit = min(io.settings.limits.max_body, SPEECH_CONFIG_BYTES)
         io.set_timeout("config", SPEECH_CONFIG_SECS)
-        chunk, io.rest = io.rest, b""
+        chunk, io.unread = io.unread, b""
         try:
             while True:
                 self.down.feed(chunk)

@@ -16,7 +16,7 @@ import msgspec
 
 from omni_proxy.routing.inspect.body_fields import ABSENT, BodyFields, decode_body
 from omni_proxy.routing.inspect.json_splice import ESCAPED_LETTER
-from omni_proxy.routing.kv_transfer.sglang import (
+from omni_proxy.routing.kv_connectors.sglang import (
     MAX_DRAWN,
     RID_CHARS,
     ROOM_BITS,

@@ -6,8 +6,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from omni_proxy.routing.inspect.json_splice import JsonText
-from omni_proxy.routing.kv_transfer import sglang
-from omni_proxy.routing.kv_transfer.sglang import (
+from omni_proxy.routing.kv_connectors import sglang
+from omni_proxy.routing.kv_connectors.sglang import (
     MAX_CHOICES,
     ClientIds,
     ResponseRewriter,

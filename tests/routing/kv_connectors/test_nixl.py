@@ -5,19 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.routing.inspect.json_splice import JsonText
-from omni_proxy.routing.kv_transfer.mooncake import (
+from omni_proxy.routing.kv_connectors.mooncake import (
     EngineIds,
     bootstrap_address,
     mooncake_legs,
     read_engine_ids,
 )
-from omni_proxy.routing.kv_transfer.nixl import (
+from omni_proxy.routing.kv_connectors.nixl import (
     REMOTE_DECODE,
     decode_edits,
     prefill_edits,
     read_params,
 )
-from omni_proxy.routing.kv_transfer.transfer_errors import is_transfer_event, names_transfer
+from omni_proxy.routing.kv_connectors.transfer_errors import is_transfer_event, names_transfer
 from tests.fleet.entries import entry, fleet_of
 
 LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens", "min_completion_tokens")

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from omni_proxy.routing.inspect.body_fields import BodyFields, decode_body
 from omni_proxy.routing.inspect.json_splice import JsonText
-from omni_proxy.routing.kv_transfer import nixl
-from omni_proxy.routing.kv_transfer.plain_chat import (
+from omni_proxy.routing.kv_connectors import nixl
+from omni_proxy.routing.kv_connectors.plain_chat import (
     chat_with_params,
     decode_chat,
     one_token_chat,
     sglang_chat,
 )
-from omni_proxy.routing.kv_transfer.sglang import sglang_legs
+from omni_proxy.routing.kv_connectors.sglang import sglang_legs
 from omni_proxy.wire.errors import HttpError
 
 CHAT = "/v1/chat/completions"

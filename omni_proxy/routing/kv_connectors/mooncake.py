@@ -15,8 +15,8 @@ import msgspec
 
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.json_splice import Edits, JsonText
-from omni_proxy.routing.kv_transfer import nixl
-from omni_proxy.routing.kv_transfer.sglang import bootstrap_host
+from omni_proxy.routing.kv_connectors import nixl
+from omni_proxy.routing.kv_connectors.sglang import bootstrap_host
 from omni_proxy.routing.policies.policy import RandomBelow
 from omni_proxy.shared.decoding import MALFORMED
 
