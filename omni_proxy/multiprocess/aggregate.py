@@ -184,7 +184,7 @@ class AggregateView:
             "process": slot.index,
             "door": slot.index,  # the old name
             "pid": handle.pid if handle is not None else None,
-            "state": _state(slot),
+            "state": slot.state,
             "restarts": slot.restarts,
             "last_error": slot.last_error or None,
             "revision": handle.revision if handle is not None else 0,
@@ -251,14 +251,3 @@ def sum_stats(tables: Iterable[Mapping[str, Any]]) -> dict[str, object]:
         for name, values in ratios.items()
     }
     return status | means
-
-
-def _state(slot: ProcessSlot) -> str:
-    handle = slot.handle
-    if handle is None or handle.closed:
-        return "backing_off"
-    if slot.is_retiring:
-        return "draining"
-    if not handle.ready:
-        return "starting"
-    return "serving" if handle.listening else "ready"

@@ -132,24 +132,43 @@ async def _serve(channel: IpcChannel[ProcessCommand], nursery: trio.Nursery) -> 
             channel.send(AckEvent(applied, process.revision))
 
 
-class _LineBuffer:
-    """A sink that collects log lines, to be sent in batches."""
+class LineBuffer:
+    """A sink that collects at most `max_bytes` of log lines, and counts those that it drops."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.lines: list[bytes] = []
         self.dropped = 0
         self._bytes = 0
+        self._max_bytes = max_bytes
 
     def write(self, record: bytes) -> None:
-        if self._bytes + len(record) > QUEUE_BYTES:
+        if self._bytes + len(record) > self._max_bytes:
             self.dropped += 1
             return
         self._bytes += len(record)
         self.lines.append(record)
 
-    def take(self) -> list[bytes]:
-        lines, self.lines, self._bytes = self.lines, [], 0
-        return lines
+    def take(self) -> tuple[list[bytes], int]:
+        """The lines and the number of dropped ones since the last call."""
+        taken = self.lines, self.dropped
+        self.lines, self.dropped, self._bytes = [], 0, 0
+        return taken
+
+
+class LineBatches:
+    """The sinks of the three logs, whose lines are sent together."""
+
+    def __init__(self, max_bytes: int = QUEUE_BYTES) -> None:
+        self.access, self.route = LineBuffer(max_bytes), LineBuffer(max_bytes)
+        self.spans = LineBuffer(max_bytes)
+
+    def take(self) -> LogLinesEvent | None:
+        """The lines since the last call; None if there are none."""
+        buffers = self.access, self.route, self.spans
+        if not any(buffer.lines for buffer in buffers):
+            return None
+        access, route, spans = (buffer.take() for buffer in buffers)
+        return LogLinesEvent(access[0], route[0], spans[0], (access[1], route[1], spans[1]))
 
 
 class DataPlaneProcess:
@@ -174,8 +193,7 @@ class DataPlaneProcess:
         self.dataplane.balancer.response_owners = shared_response_owners(responses_fd, directory)
         self._loads = LoadCollector(fleet.loads, shared_ids, self._send_loads)
         self._meters = MetricsDelta(fleet)
-        self._access_lines, self._route_lines = _LineBuffer(), _LineBuffer()
-        self._span_lines = _LineBuffer()
+        self._lines = LineBatches()
         self._max_lag_secs = 0.0
         self._watchdog = Watchdog()
         self.take(first)
@@ -265,10 +283,10 @@ class DataPlaneProcess:
         except (OSError, ConfigError) as error:  # changed since the main process read them
             _log.error("certificates_not_reloaded error=%s", error)
             dataplane.apply_without_listeners(config)
-        dataplane.recorders.access_log = self._access_lines if server.access_log != OFF else None
-        dataplane.recorders.route_log = self._route_lines if server.route_log != OFF else None
-        traced = config.observe.otlp_endpoint
-        dataplane.recorders.spans = self._span_lines if traced else None
+        lines = self._lines
+        dataplane.recorders.access_log = lines.access if server.access_log != OFF else None
+        dataplane.recorders.route_log = lines.route if server.route_log != OFF else None
+        dataplane.recorders.spans = lines.spans if config.observe.otlp_endpoint else None
         dataplane.recorders.meters = self._meters if server.metrics else None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -303,12 +321,9 @@ class DataPlaneProcess:
     def _send_line_batch(self) -> None:
         if self._channel.waiting_bytes > MAX_UNSENT_BYTES:
             return  # lines that still fit are kept
-        buffers = access, route, spans = self._access_lines, self._route_lines, self._span_lines
-        if access.lines or route.lines or spans.lines:
-            dropped = access.dropped, route.dropped, spans.dropped
-            for buffer in buffers:
-                buffer.dropped = 0
-            self._channel.send(LogLinesEvent(access.take(), route.take(), spans.take(), dropped))
+        batch = self._lines.take()
+        if batch is not None:
+            self._channel.send(batch)
 
     async def _send_hints(self) -> None:
         """Send hints for the other proxies of a cluster."""

@@ -62,6 +62,18 @@ class ProcessSlot:
     def is_retiring(self) -> bool:
         return self._retired.is_set()
 
+    @property
+    def state(self) -> str:
+        """As GET /status shows it."""
+        handle = self.handle
+        if handle is None or handle.closed:
+            return "backing_off"
+        if self.is_retiring:
+            return "draining"
+        if not handle.ready:
+            return "starting"
+        return "serving" if handle.listening else "ready"
+
     async def run_until_retired(
         self,
         on_start: Callable[[ProcessHandle], None],

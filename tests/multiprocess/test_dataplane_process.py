@@ -10,8 +10,7 @@ import pytest
 
 from omni_proxy.config.parse import parse
 from omni_proxy.fleet.worker import worker_state
-from omni_proxy.multiprocess import dataplane_process
-from omni_proxy.multiprocess.dataplane_process import DataPlaneProcess
+from omni_proxy.multiprocess.dataplane_process import DataPlaneProcess, LineBatches
 from omni_proxy.multiprocess.ipc import (
     ClearCacheCommand,
     IpcChannel,
@@ -62,22 +61,16 @@ async def test_a_clear_cache_command_for_an_unknown_worker_is_ignored(process):
     assert [worker.url for worker in cleared] == ["http://b:1"]
 
 
-async def test_dropped_lines_are_counted_for_each_log(process, monkeypatch):
-    sent = []
-    monkeypatch.setattr(process._channel, "send", sent.append)
-    monkeypatch.setattr(dataplane_process, "QUEUE_BYTES", 10)
-    buffers = process._access_lines, process._route_lines, process._span_lines
-    for count, buffer in enumerate(buffers, start=1):
-        buffer.write(b"fits")
+def test_dropped_lines_are_counted_for_each_log():
+    batches = LineBatches(max_bytes=10)
+    assert batches.take() is None
+    for count, sink in enumerate((batches.access, batches.route, batches.spans), start=1):
+        sink.write(b"fits")
         for _ in range(count):
-            buffer.write(b"does not fit")
-    process._send_line_batch()
-    process._access_lines.write(b"again")
-    process._send_line_batch()
-    assert sent == [
-        LogLinesEvent([b"fits"], [b"fits"], [b"fits"], (1, 2, 3)),
-        LogLinesEvent([b"again"], [], [], (0, 0, 0)),
-    ]
+            sink.write(b"does not fit")
+    assert batches.take() == LogLinesEvent([b"fits"], [b"fits"], [b"fits"], (1, 2, 3))
+    batches.access.write(b"again")
+    assert batches.take() == LogLinesEvent([b"again"], [], [], (0, 0, 0))
 
 
 def test_the_main_process_adds_up_dropped_lines_for_each_log():
@@ -85,6 +78,6 @@ def test_the_main_process_adds_up_dropped_lines_for_each_log():
     instruments = SimpleNamespace(logs=logs, spans=SimpleNamespace(dropped=0, write=None))
     handler = ReportHandler(None, None, None, instruments, None, Counter(), Counter())
     for _ in range(2):
-        handler._write_lines(LogLinesEvent([], [], [], (1, 2, 3)))
+        handler.on_event(None, LogLinesEvent([], [], [], (1, 2, 3)))
     sinks = *logs.values(), instruments.spans
     assert [sink.dropped for sink in sinks] == [2, 4, 6]

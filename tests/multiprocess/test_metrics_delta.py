@@ -40,8 +40,8 @@ def exchanges(fleet):
     yield whole(b, response_head_at=100.15), b
 
 
-def values_of(meters, recent):
-    names = {worker: worker.url for worker in meters._fleet.workers} | {None: ""}
+def values_of(fleet, meters, recent):
+    names = {worker: worker.url for worker in fleet.workers} | {None: ""}
     cells = {
         (route, names[worker]): (
             cell.ends, cell.total.counts, cell.first.counts, cell.between.counts,
@@ -89,8 +89,8 @@ def test_the_metrics_of_two_processes_add_up_to_those_of_one():
     remaining = dataplane.take()
     assert not remaining.cells
     assert not remaining.slots
-    expected = without_overhead(values_of(single, recent))
-    assert without_overhead(values_of(summed, summed_recent)) == expected
+    expected = without_overhead(values_of(main, single, recent))
+    assert without_overhead(values_of(main, summed, summed_recent)) == expected
     assert expected[3] == 2
 
 

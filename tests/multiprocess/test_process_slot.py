@@ -3,7 +3,6 @@ import os
 
 import trio
 
-from omni_proxy.multiprocess.aggregate import _state
 from omni_proxy.multiprocess.ipc import DrainCommand
 from omni_proxy.multiprocess.process_slot import ProcessSlot
 
@@ -11,6 +10,7 @@ from omni_proxy.multiprocess.process_slot import ProcessSlot
 async def test_a_process_that_could_not_start_is_retried_and_gets_no_commands(nursery):
     """For example, its shared memory could not be allocated."""
     slot, exited, exit_handled = ProcessSlot(1), [], trio.Event()
+    descriptors = os.listdir("/proc/self/fd")
 
     def fail(handle):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -22,9 +22,10 @@ async def test_a_process_that_could_not_start_is_retried_and_gets_no_commands(nu
     nursery.start_soon(slot.run_until_retired, fail, lambda handle, message: None, on_process_exit)
     await exit_handled.wait()
     (handle,) = exited
-    assert _state(slot) == "backing_off"
+    assert slot.state == "backing_off"
     assert handle.send(DrainCommand()) == 0
-    assert (handle._channel.waiting_bytes, handle._theirs.fileno()) == (0, -1)
+    assert handle.sent == 0
+    assert os.listdir("/proc/self/fd") == descriptors  # both ends of its socket are closed
     await handle.wait_acknowledged(1)  # returns at once
     assert (slot.restarts, slot.last_error) == (1, "could not be started: Too many open files")
     slot.retire()

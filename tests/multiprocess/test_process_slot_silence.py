@@ -10,8 +10,7 @@ from omni_proxy.multiprocess.process_slot import MAX_STARTUP_TICKS, MAX_UNACKED_
 async def handle():
     process = ProcessHandle(1)
     yield process
-    process._channel.close()
-    process._theirs.close()
+    process.close()
 
 
 async def test_a_process_that_stops_acknowledging_is_unresponsive_soon(handle):

@@ -1,13 +1,17 @@
 """Which of several real sockets accept new connections."""
 
+import os
+import resource
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
+import trio
 
 from omni_proxy.dataplane.accept.listener import Listener, open_socket
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.multiprocess.reuseport_group import ReuseportGroup
+from tests.multiprocess.limited_loop import LimitedLoop
 
 
 @pytest.fixture
@@ -103,21 +107,58 @@ def test_the_backlog_of_an_exited_process_is_accepted_by_its_successor(port):
 
 def test_other_programs_cannot_bind_the_port(port):
     port.listen(1)
-    host, number = port.listener._sock.getsockname()
+    host, number = port.listener.address.split(":")
     with pytest.raises(OSError, match="in use"):
-        open_socket(host, number)
+        open_socket(host, int(number))
 
 
-def test_the_main_process_pauses_and_resumes_on_the_same_socket(port):
-    events = port._loop._epoll
-    events.poll(0)  # of the event loop's own descriptor
+def connect(listener):
+    host, number = listener.address.split(":")
+    return socket.create_connection((host, int(number)))
+
+
+@contextmanager
+def no_descriptors():
+    """No more descriptors can be opened."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+async def test_the_main_process_pauses_and_can_always_accept_again(nursery):
+    """On the same socket, without a new descriptor and without a place in the epoll set."""
+    loop = LimitedLoop()
+    accepted_by, accepting = trio.open_memory_channel(10)
+
+    def listener(name):
+        def on_accept(sock, peer):
+            sock.close()
+            accepted_by.send_nowait(name)
+
+        return Listener(loop, open_socket("127.0.0.1", 0), on_accept)
+
+    paused, other = listener("paused"), listener("other")
+    port = ReuseportGroup(loop, paused)
+    await nursery.start(loop.run)
     port.pause()
-    with socket.create_connection(port.listener._sock.getsockname()):
-        assert events.poll(0.05) == []
-        port.resume()  # connections that arrived meanwhile are pending
-        assert [fd for fd, _ in events.poll(0)] == [port.listener._fd]
-        assert accepted(port.listener._sock) == 1
-    assert distribute(port, [port.listener._sock], 3) == [3]
+    assert port.paused
+    with connect(paused), connect(other):
+        assert await accepting.receive() == "other"  # the event of the first one would be earlier
+        loop.full = True
+        with no_descriptors():
+            port.resume()
+        assert not port.paused
+        assert await accepting.receive() == "paused"  # the connection that arrived meanwhile
+    with connect(paused):
+        assert await accepting.receive() == "paused"
+    port.close_all()
+    for each in (paused, other):
+        each.close()
 
 
 def test_all_slots_share_a_unix_socket(tmp_path):

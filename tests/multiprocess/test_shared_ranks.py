@@ -16,7 +16,6 @@ from omni_proxy.multiprocess.shared_memory.sessions import (
     create_sessions,
 )
 from omni_proxy.multiprocess.shared_memory.worker_counters import (
-    FreeSlots,
     SharedCounters,
     WorkerIds,
 )
@@ -35,8 +34,7 @@ class Processes:
         self.proxy = DataPlane(
             self.fleet, parse(""), admin_socket="/nowhere", sources=Sources(lambda bound: 0)
         )
-        self.ids = WorkerIds(self.fleet, self.proxy)
-        self.ids._cells, self.ids._counters = FreeSlots(60), counters
+        self.ids = WorkerIds(self.fleet, self.proxy, cells=60, counters=counters)
         self.ids.processes = PROCESSES
         self.followers = {}
         for index in range(1, PROCESSES + 1):
@@ -55,26 +53,10 @@ class Processes:
             fleet.follow(self.ids.rows(), NOW)
         self.ids.recount()
 
-    def close(self):
-        self.proxy.loop._epoll.close()
-
 
 @pytest.fixture(scope="module")
 def counters():
     return SharedCounters.create()
-
-
-@pytest.fixture
-def started(counters):
-    running = []
-
-    def start(*entries):
-        running.append(Processes(counters, *entries))
-        return running[-1]
-
-    yield start
-    for each in running:
-        each.close()
 
 
 steps = st.lists(
@@ -136,7 +118,6 @@ def test_every_process_sees_the_sums_of_each_rank_and_of_its_worker(counters, st
     finally:
         for _, target in running:
             count(target, -1)
-        processes.close()
 
 
 @settings(max_examples=examples(150))
@@ -176,11 +157,10 @@ def test_limits_of_ranks_and_their_worker_hold_for_any_order_of_picks(counters, 
             count(target, -requests)
         for target, step in chosen.values():
             count(target, -1 if step == "counted" else 0)
-        processes.close()
 
 
-def test_a_session_of_one_process_keeps_its_rank_in_all_processes(started):
-    processes = started(entry("a", ranks=4), entry("b"))
+def test_a_session_of_one_process_keeps_its_rank_in_all_processes(counters):
+    processes = Processes(counters, entry("a", ranks=4), entry("b"))
     memory = create_sessions()
     tables = [
         SharedSessions(memory, WorkerDirectory(fleet.serial, shared_ids, fleet.targets))

@@ -35,7 +35,7 @@ TABLE_BYTES: Final = SESSION_BYTES * MAX_SESSIONS
 COUNTS_AT: Final = -(-TABLE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 COUNT_BYTES: Final = 4
 ALL_BYTES: Final = COUNTS_AT + COUNT_BYTES * CELLS
-SLICE_BYTES: Final = 256 * 1024  # of the table, read by one call of `maintain`
+SLICE_BYTES: Final = 256 * 1024
 
 
 def create_sessions() -> int:
@@ -76,10 +76,15 @@ class SharedSessions:
     longest. After the table there is a count for each worker. Words are written atomically. Counts
     are written without a lock: a count that lost an update, or includes expired sessions, is
     corrected by the next pass over the table, in the main process (`recounts`). A change of the
-    bound drops all sessions."""
+    bound drops all sessions. `slice_bytes`: how much of the table one call of `maintain` reads."""
 
     def __init__(
-        self, descriptor: int, workers: WorkerDirectory, *, recounts: bool = False
+        self,
+        descriptor: int,
+        workers: WorkerDirectory,
+        *,
+        recounts: bool = False,
+        slice_bytes: int = SLICE_BYTES,
     ) -> None:
         self._descriptor = descriptor
         self._memory = mmap.mmap(descriptor, ALL_BYTES)
@@ -88,6 +93,7 @@ class SharedSessions:
         self._counts = whole[COUNTS_AT:].cast("i")
         self._workers = workers
         self._recounts = recounts
+        self._slice_bytes = slice_bytes
         self._buckets = 0
         self._idle_ms = 0
         self._recount = _Recount()
@@ -239,7 +245,7 @@ class SharedSessions:
             recount.at = os.lseek(self._descriptor, recount.at, os.SEEK_DATA)
         except OSError:
             recount.at = end
-        size = min(SLICE_BYTES, end - recount.at)
+        size = min(self._slice_bytes, end - recount.at)
         if size > 0:
             recount.add(os.pread(self._descriptor, size, recount.at), self._idle_before(now))
             recount.at += size

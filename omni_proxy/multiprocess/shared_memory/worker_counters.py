@@ -125,13 +125,21 @@ class FreeSlots:
 
 
 class WorkerIds:
-    """`processes`: the highest index of a process that has a row."""
+    """`processes`: the highest index of a process that has a row. `cells`: how many cells workers
+    may have. `counters`: existing memory, instead of memory that is created when it is needed."""
 
-    def __init__(self, fleet: Fleet, dataplane: DataPlane) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        dataplane: DataPlane,
+        *,
+        cells: int = CELLS - 1,  # cell 0 is no worker's
+        counters: SharedCounters | None = None,
+    ) -> None:
         self._fleet = fleet
         self._dataplane = dataplane
-        self._counters: SharedCounters | None = None
-        self._cells = FreeSlots(CELLS - 1)  # cell 0 is no worker's
+        self._counters = counters
+        self._cells = FreeSlots(cells)
         self._ids: dict[Worker, tuple[int, int]] = {}  # of workers and ranks: serial, cell
         self._workers: dict[int, Worker] = {}
         self._other_in_flight: dict[Worker, int] = {}

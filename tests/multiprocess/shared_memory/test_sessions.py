@@ -1,3 +1,4 @@
+import mmap
 import os
 
 import pytest
@@ -6,9 +7,10 @@ from hypothesis import strategies as st
 
 from omni_proxy.cluster.session_places import session_digest
 from omni_proxy.multiprocess.replicated_fleet import SharedWorker
-from omni_proxy.multiprocess.shared_memory import sessions as shared_sessions
 from omni_proxy.multiprocess.shared_memory.sessions import (
-    SLICE_BYTES,
+    ALL_BYTES,
+    COUNTS_AT,
+    SESSION_BYTES,
     WAYS,
     SharedSessions,
     WorkerDirectory,
@@ -24,18 +26,35 @@ def row():
     return SharedCounters.create().row(1)
 
 
-def setup_of(row, count=4):
+MAX_SESSIONS = 100_000
+SLICE_BYTES = 64 * 1024
+SLICES = -(-MAX_SESSIONS * SESSION_BYTES // SLICE_BYTES)
+
+
+def directory_of(row, count=4):
     workers = {n: SharedWorker(entry(f"w{n}"), NOW, (n, n), row) for n in range(1, count + 1)}
-    descriptor = create_sessions()
     directory = WorkerDirectory(
         workers.get, lambda worker: (worker.serial, worker.cell), workers.values
     )
+    return workers, directory
+
+
+def processes_of(descriptor, directory):
+    """The main process's sessions, and those of another process."""
     processes = [
-        SharedSessions(os.dup(descriptor), directory, recounts=main) for main in (True, False)
+        SharedSessions(os.dup(descriptor), directory, recounts=main, slice_bytes=SLICE_BYTES)
+        for main in (True, False)
     ]
-    os.close(descriptor)
     for process in processes:
-        process.tune(100_000, 60.0)
+        process.tune(MAX_SESSIONS, 60.0)
+    return processes
+
+
+def setup_of(row, count=4):
+    workers, directory = directory_of(row, count)
+    descriptor = create_sessions()
+    processes = processes_of(descriptor, directory)
+    os.close(descriptor)
     return workers, processes
 
 
@@ -44,11 +63,9 @@ def counts(sessions, workers):
 
 
 def recount(main, now):
-    """Finishes a pass over the table that has begun, and makes a whole one."""
-    for _ in range(2):
+    """Finishes a pass over the table that has begun, and makes at least one whole pass."""
+    for _ in range(2 * SLICES):
         main.maintain(now)
-        while main._recount.at:
-            main.maintain(now)
 
 
 @settings(max_examples=examples(50))
@@ -142,16 +159,21 @@ def test_an_evicted_session_no_longer_counts(row):
 
 
 def test_the_main_process_corrects_counts_that_lost_an_update(row):
-    workers, (main, other) = setup_of(row)
+    workers, directory = directory_of(row)
+    descriptor = create_sessions()
+    main, other = processes_of(descriptor, directory)
     for number in range(50):
         other.keep(f"{number}", workers[1], 1.0)
-    other._counts[1] -= 7
-    other._counts[2] = 3
-    other._counts[3] = -3
+    # Processes that write the count of a worker at once.
+    stored_counts = memoryview(mmap.mmap(descriptor, ALL_BYTES))[COUNTS_AT:].cast("i")
+    os.close(descriptor)
+    stored_counts[1] -= 7
+    stored_counts[2] = 3
+    stored_counts[3] = -3
     assert counts(other, workers) == [43, 3, 0, 0]  # never negative
     recount(main, 2.0)
     assert counts(other, workers) == [50, 0, 0, 0]
-    assert other._counts[3] == 0
+    assert stored_counts[3] == 0
 
 
 def test_expired_sessions_no_longer_count_after_the_next_pass(row):
@@ -162,13 +184,11 @@ def test_expired_sessions_no_longer_count_after_the_next_pass(row):
     assert counts(other, workers) == [1, 0, 0, 0]
 
 
-def test_counts_that_change_during_a_pass_are_not_corrected(row, monkeypatch):
-    monkeypatch.setattr(shared_sessions, "SLICE_BYTES", SLICE_BYTES // 16)
+def test_counts_that_change_during_a_pass_are_not_corrected(row):
     workers, (main, other) = setup_of(row)
-    passes = begun = 0
-    while passes < 3:
+    begun = 0
+    for _ in range(3 * SLICES):
         main.maintain(1.0)
-        passes += not main._recount.at
         for _ in range(9):
             other.keep(f"{begun}", workers[1], 1.0)
             begun += 1

@@ -13,7 +13,6 @@ from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
 from omni_proxy.multiprocess.shared_memory.worker_counters import (
     BOUNDS_ROW,
     OFFSETS_ROW,
-    FreeSlots,
     SharedCounters,
     WorkerIds,
     unpacked_offset,
@@ -22,14 +21,20 @@ from tests.example_counts import examples
 from tests.fleet.entries import NOW, entry, fleet_of
 
 
+def ids_of(fleet, **options):
+    sources = Sources(lambda bound: 0)
+    dataplane = DataPlane(fleet, parse(""), admin_socket="/nowhere", sources=sources)
+    return WorkerIds(fleet, dataplane, **options)
+
+
 @pytest.fixture
-def worker_ids():
-    fleet = fleet_of(entry("any"))
-    dataplane = DataPlane(
-        fleet, parse(""), admin_socket="/nowhere", sources=Sources(lambda bound: 0)
-    )
-    yield WorkerIds(fleet, dataplane)
-    dataplane.loop._epoll.close()
+def fleet():
+    return fleet_of(entry("any"))
+
+
+@pytest.fixture
+def worker_ids(fleet):
+    return ids_of(fleet)
 
 
 @pytest.fixture
@@ -75,9 +80,9 @@ churn = st.lists(
 def test_workers_never_share_a_counter_cell(counters, steps):
     """Over time there are more workers than cells; each request counts for its own worker."""
     fleet = fleet_of(entry("stable"))
-    proxy = DataPlane(fleet, parse(""), admin_socket="/nowhere", sources=Sources(lambda bound: 0))
-    worker_ids = WorkerIds(fleet, proxy)
-    worker_ids._cells, worker_ids._counters, worker_ids.processes = FreeSlots(20), counters, 2
+    worker_ids = ids_of(fleet, cells=20, counters=counters)
+    worker_ids.processes = 2
+    everyone = set()  # workers that are or were in the fleet
     processes = {index: process_fleet(counters, index) for index in (1, 2)}
     names, running = ["stable"], []  # for each request: the index of its process, its worker
     try:
@@ -110,41 +115,59 @@ def test_workers_never_share_a_counter_cell(counters, steps):
             assert {n: worker.in_flight for n, worker in known.items()} == {
                 n: expected[n] for n in known
             }
-            cells = [cell for _, cell in worker_ids._ids.values()]
+            everyone.update(fleet.workers)
+            cells = [ids[1] for ids in map(worker_ids.ids, everyone) if ids is not None]
             assert len(set(cells)) == len(cells)
+            assert {worker.serial for _, worker in running} <= {
+                ids[0] for ids in map(worker_ids.ids, everyone) if ids is not None
+            }
     finally:
         for _, worker in running:
             worker.in_flight -= 1
-        proxy.loop._epoll.close()
 
 
-def test_a_worker_keeps_its_count_while_thousands_of_others_change(worker_ids):
-    fleet = worker_ids._fleet
-    worker_ids._cells = FreeSlots(8)
-    stable = fleet.workers[0]
-    own = {worker_ids.rows()[0].cell}
+def test_a_worker_keeps_its_count_while_many_others_change(fleet):
+    """Also a removed one, while processes count requests for it."""
+    worker_ids = ids_of(fleet, cells=8)
+    fleet.apply([entry("any"), entry("removed")], NOW)
+    stable, removed = fleet.workers
+    in_use = {row.cell for row in worker_ids.rows()}
     dataplane = process_fleet(worker_ids.counters, 1)
     worker_ids.processes = 1
-    for number in range(50):
-        fleet.apply([entry("any"), entry(f"w{number}")], NOW)
-        dataplane.reach(1)
-        dataplane.follow(worker_ids.rows(), NOW)
-        dataplane.find(f"http://w{number}:1").in_flight += 1
-        worker_ids.recount()
-        assert (stable.in_flight, fleet.workers[1].in_flight) == (0, 1)
-        assert worker_ids.rows()[1].cell not in own
-        dataplane.find(f"http://w{number}:1").in_flight -= 1
-        worker_ids.recount()
+
+    def check_others(removed_in_flight):
+        for number in range(50):
+            fleet.apply([entry("any"), entry(f"w{number}")], NOW)
+            dataplane.reach(1)
+            dataplane.follow(worker_ids.rows(), NOW)
+            dataplane.find(f"http://w{number}:1").in_flight += 1
+            worker_ids.recount()
+            counts = [worker.in_flight for worker in (stable, removed, fleet.workers[1])]
+            assert counts == [0, removed_in_flight, 1]
+            assert worker_ids.rows()[1].cell not in in_use
+            dataplane.find(f"http://w{number}:1").in_flight -= 1
+            worker_ids.recount()
+
+    dataplane.reach(1)
+    dataplane.follow(worker_ids.rows(), NOW)
+    seen_by_process = dataplane.find("http://removed:1")
+    seen_by_process.in_flight += 1
+    check_others(1)
+    seen_by_process.in_flight -= 1
+    worker_ids.recount()
+    assert removed.in_flight == 0
+    seen_by_process.in_flight += 1  # the process had an older snapshot
+    check_others(0)
 
 
 @pytest.mark.parametrize("known_before", [True, False], ids=["a process starts", "a worker joins"])
-def test_processes_see_the_cluster_state_of_every_worker_at_once(worker_ids, known_before):
+def test_processes_see_the_cluster_state_of_every_worker_at_once(fleet, worker_ids, known_before):
     if known_before:
         worker_ids.rows()
     else:
         _ = worker_ids.counters
-    (worker,) = worker_ids._fleet.workers
-    worker_ids._fleet.set_peer_in_flight(worker, 20)
+    (worker,) = fleet.workers
+    fleet.set_peer_in_flight(worker, 20)
     worker.load_offset, worker.inflight_bound = -19.5, 7
     worker_ids.share_cluster_state(worker)
     process = process_fleet(worker_ids.counters, 1)
@@ -158,8 +181,8 @@ def test_processes_see_the_cluster_state_of_every_worker_at_once(worker_ids, kno
         assert replica.in_flight == 20
 
 
-def test_counts_that_no_proxy_can_have_do_not_stop_the_others(worker_ids):
-    (worker,) = worker_ids._fleet.workers
+def test_counts_that_no_proxy_can_have_do_not_stop_the_others(fleet, worker_ids):
+    (worker,) = fleet.workers
     offsets, bounds = (worker_ids.counters.row(row) for row in (OFFSETS_ROW, BOUNDS_ROW))
     cell = worker_ids.rows()[0].cell
     for offset, bound in ((-3.0 * MAX_IN_FLIGHT, 2**53), (3.0 * MAX_IN_FLIGHT, 2**53)):
