@@ -74,9 +74,10 @@ class NewProgram:
         """Forward its output, until it has taken over or has ended."""
         assert self._process.stderr is not None
         try:
-            async for chunk in self._process.stderr:
-                await trio.to_thread.run_sync(_write_all, bytes(chunk))
-                self._lines.extend(chunk.decode(errors="replace").splitlines())
+            async with self._process.stderr as output:
+                async for chunk in output:
+                    await trio.to_thread.run_sync(_write_all, bytes(chunk))
+                    self._lines.extend(chunk.decode(errors="replace").splitlines())
         finally:
             self._output_ended.set()
 
@@ -101,11 +102,14 @@ class NewProgram:
         except ChannelClosed:
             raise NewProgramFailed(await self._end_text()) from None
 
-    def kill(self) -> None:
-        """Kill the program, and end all calls that wait for it."""
+    async def kill(self) -> None:
+        """Kill the program, and end all calls that wait for it. Can't be cancelled."""
         self._channel.shut()
         if self._process.returncode is None:
             self._process.kill()
+            with trio.move_on_after(EXIT_SECS, shield=True):
+                await self._process.wait()  # else it would stay a zombie
+        self._channel.close()
 
     def close(self) -> None:
         """Close the connection, by which the new program detects that this one has ended."""

@@ -58,9 +58,7 @@ _log = logging.getLogger(__name__)
 
 FOUND_SECS: Final = 5.0  # time for discovery to find the workers of the running program
 POLL_SECS: Final = 0.02
-
-
-KILLED_SECS: Final = 2.0  # a killed program ends at most this long after its connection
+KILLED_SECS: Final = 2.0
 
 
 class NoState(Exception):
@@ -76,10 +74,15 @@ class NotReady(Exception):
 
 
 class Incoming:
-    """The takeover, from this program's first message to the end of the other program."""
+    """The takeover, from this program's first message to the end of the other program.
 
-    def __init__(self, channel: HandoverChannel, stderr: int) -> None:
+    `killed_secs`: a killed program ends at most this long after its connection."""
+
+    def __init__(
+        self, channel: HandoverChannel, stderr: int, killed_secs: float = KILLED_SECS
+    ) -> None:
         self.state = HandoverState()
+        self._killed_secs = killed_secs
         self._channel = channel
         self._predecessor = channel.creator()
         self._stderr = stderr
@@ -112,7 +115,7 @@ class Incoming:
             self._channel.send(StartedMessage(FORMATS, __version__))
             message, descriptors = self._channel.receive()
         except ChannelClosed as error:
-            if self._predecessor.has_ended(KILLED_SECS):
+            if self._predecessor.has_ended(self._killed_secs):
                 raise PredecessorKilled from None
             raise NoState(f"the running program has ended the upgrade: {error}") from None
         except UnreadableMessage as error:
@@ -310,7 +313,7 @@ class Incoming:
         try:
             message, _ = self._channel.receive()
         except ChannelClosed as error:
-            self._given_up = not self._shut and not self._predecessor.has_ended(KILLED_SECS)
+            self._given_up = not self._shut and not self._predecessor.has_ended(self._killed_secs)
             return str(error)
         except UnreadableMessage as error:
             return str(error)

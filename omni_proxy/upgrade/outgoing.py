@@ -171,7 +171,7 @@ class Outgoing:
             raise UpgradeFailed(f"the new program failed: {error}") from None
         finally:
             if not self.handed_over:
-                new.kill()
+                await new.kill()
 
     async def _hand_over(self, new: NewProgram, report: Report) -> int:
         """Hand over to a started program; return its pid. Raises like `_commit`."""
