@@ -238,7 +238,8 @@ class History:
     requests in flight and waiting at the other proxies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_workers: int = MAX_WORKERS) -> None:
+        self._max_workers = max_workers
         self.fleet = Track()
         self.cluster: Track | None = None
         self.peers = (0, 0)
@@ -267,7 +268,7 @@ class History:
     ) -> None:
         track = self.workers.get(worker)
         if track is None:
-            if len(self.workers) >= MAX_WORKERS:
+            if len(self.workers) >= self._max_workers:
                 return
             track = self.workers[worker] = Track()
         counts = track.sample(at, totals, worker.in_flight, waiting)

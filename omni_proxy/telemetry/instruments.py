@@ -48,12 +48,14 @@ class Instruments:
         self.holds = HoldTimes(fleet)
         self.history_sampler = HistorySampler(fleet, self.metrics, self.recent)
         self.history = self.history_sampler.history
-        self.ticker = Ticker(self._on_second, self.history_sampler.step)
+        self.ticker = Ticker(self.end_second, self.history_sampler.step)
         self.logs = logs
         self.spans = SpanExporter()
         self._load = load
 
-    def _on_second(self, at: float) -> None:
+    def end_second(self, at: float) -> None:
+        """The ticker calls it after each second, and `history_sampler.step` during it. `at`: Unix
+        time."""
         in_flight, waiting = self._load()
         second = self.recent.tick(at, in_flight, waiting)
         self.history_sampler.end_second(at, second, in_flight, waiting)

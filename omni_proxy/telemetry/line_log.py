@@ -26,10 +26,12 @@ log = logging.getLogger(__name__)
 
 
 class LineLog:
-    """`write` queues lines; `run` writes them to the target, which may change at any time."""
+    """`write` queues lines, at most `max_queue_bytes`; `run` writes them to the target, which may
+    change at any time."""
 
-    def __init__(self, target: str = OFF) -> None:
+    def __init__(self, target: str = OFF, max_queue_bytes: int = QUEUE_BYTES) -> None:
         self._target = target
+        self._max_queue_bytes = max_queue_bytes
         self._queue: deque[bytes] = deque()
         self._queued_bytes = 0
         self._filled = trio.Event()
@@ -52,7 +54,7 @@ class LineLog:
         """Queue one line, without its line end."""
         if self._target == OFF:
             return
-        if self._queued_bytes + len(record) > QUEUE_BYTES:
+        if self._queued_bytes + len(record) > self._max_queue_bytes:
             self.dropped += 1
             return
         self._queue.append(record)

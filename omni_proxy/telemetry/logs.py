@@ -33,15 +33,18 @@ from omni_proxy.telemetry import line_log
 from omni_proxy.telemetry.line_log import LineLog
 
 QUEUE_BYTES: Final = 4 * 1024 * 1024
+WRITER_THREAD: Final = "log-writer"
 CLOSE_SECS: Final = 1.0  # how long `close` waits for the queue to be written
 _ATOMIC_BYTES: Final = select.PIPE_BUF  # a pipe that polls as writable has room for this much
 
 
 class NonBlockingHandler(logging.StreamHandler[TextIO]):
-    """A stream handler that does not block if the stream's reader stalls."""
+    """A stream handler that does not block if the stream's reader stalls. A thread named
+    `WRITER_THREAD` writes what would block, at most `max_queue_bytes`."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, max_queue_bytes: int = QUEUE_BYTES) -> None:
         super().__init__(stream)
+        self._max_queue_bytes = max_queue_bytes
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
@@ -69,7 +72,9 @@ class NonBlockingHandler(logging.StreamHandler[TextIO]):
                 return
             if not _write_at_once(fd, line):
                 self._enqueue(line)
-                self._writer = threading.Thread(target=self._write_queue, args=(fd,), daemon=True)
+                self._writer = threading.Thread(
+                    target=self._write_queue, args=(fd,), name=WRITER_THREAD, daemon=True
+                )
                 self._writer.start()
 
     def close(self) -> None:
@@ -85,7 +90,7 @@ class NonBlockingHandler(logging.StreamHandler[TextIO]):
             return None
 
     def _enqueue(self, line: bytes) -> None:
-        if self._queue_bytes + len(line) > QUEUE_BYTES:
+        if self._queue_bytes + len(line) > self._max_queue_bytes:
             self._dropped += 1
             return
         self._queue.append(line)

@@ -27,9 +27,9 @@ from omni_proxy.dataplane.exchange.request_trace import parse_traceparent
 from omni_proxy.dataplane.exchange.span_records import Attribute, SpanRecord
 
 if TYPE_CHECKING:
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter as SdkSpanExporter
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 
@@ -59,7 +59,7 @@ class SpanExporter:
         self._filled = trio.Event()
         self._full = trio.Event()
         self._failure_reported_at = float("-inf")
-        self._sender: _Sender | None = None
+        self._sender: SpanSender | None = None
 
     def retarget(self, endpoint: str) -> None:
         """Set the base URL of the collector; "" disables the export."""
@@ -118,7 +118,7 @@ class SpanExporter:
             return
         sender = self._sender
         if sender is None or sender.endpoint != endpoint:
-            sender = self._sender = _Sender(endpoint)
+            sender = self._sender = SpanSender(endpoint)
         sent, failed = await trio.to_thread.run_sync(sender.send, records, abandon_on_cancel=True)
         self.exported += sent
         self.failed += failed
@@ -128,12 +128,13 @@ class SpanExporter:
             _log.warning("spans_not_sent endpoint=%s failed=%d", endpoint, self.failed)
 
 
-class _Sender:
-    """Blocking: call it in a thread, one call at a time."""
+class SpanSender:
+    """Blocking: call it in a thread, one call at a time. `exporter`: by default one of the SDK,
+    created by the first call."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, exporter: SdkSpanExporter | None = None) -> None:
         self.endpoint = endpoint
-        self._exporter: OTLPSpanExporter | None = None
+        self._exporter = exporter
         # Shared by all spans: creating a resource starts a thread for each of its detectors.
         self._origin: tuple[Resource, InstrumentationScope] | None = None
 

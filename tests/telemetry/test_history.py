@@ -2,7 +2,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.telemetry import history as series
 from omni_proxy.telemetry.histogram import BETWEEN_CHUNKS, FINE
 from omni_proxy.telemetry.history import (
     MAX_WORKERS,
@@ -151,10 +150,9 @@ def test_the_last_minute_of_a_worker_is_the_mean_of_its_complete_points():
     assert history.minute_of(worker, at + 3600)["output_tokens_per_sec"] is None
 
 
-def test_the_number_of_workers_is_bounded_and_removed_ones_are_dropped(monkeypatch):
-    monkeypatch.setattr(series, "MAX_WORKERS", 2)
+def test_the_number_of_workers_is_bounded_and_removed_ones_are_dropped():
     a, b, c = fleet_of(*map(entry, "abc")).workers
-    history = History()
+    history = History(max_workers=2)
     for worker in (a, b, c):
         history.sample_worker(START, worker, WorkerTotals(), None)
     assert set(history.workers) == {a, b}
@@ -231,7 +229,7 @@ def run(instruments, seconds, at=START):
     for second in range(seconds):
         for step in range(TICKS):
             instruments.history_sampler.step(at + second + step / TICKS)
-        instruments._on_second(at + second + 0.99)
+        instruments.end_second(at + second + 0.99)
 
 
 def test_each_worker_is_sampled_once_per_point_even_if_steps_are_late(fleet, instruments):

@@ -5,7 +5,6 @@ import sys
 
 import trio
 
-from omni_proxy.telemetry import line_log
 from omni_proxy.telemetry.line_log import LineLog
 
 
@@ -84,20 +83,25 @@ async def test_a_folder_that_cannot_be_created_is_logged_once(tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
+async def write_partially(log, path):
+    """Leaves an incomplete line in the file of a running log."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # a full disk, in one file
+    try:
+        for line in (b"first", b"second", b"third"):
+            log.write(line)
+        await wait_until(lambda: log.failed)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (path.read_bytes(), log.failed) == (b"first\nseco", 2)
+
+
 async def test_after_a_partial_write_the_next_line_is_complete(tmp_path):
     path = tmp_path / "route.log"
     log = LineLog(str(path))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     async with trio.open_nursery() as nursery:
         await nursery.start(log.run)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # a full disk, in one file
-        try:
-            for line in (b"first", b"second", b"third"):
-                log.write(line)
-            await wait_until(lambda: log.failed)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert (path.read_bytes(), log.failed) == (b"first\nseco", 2)
+        await write_partially(log, path)
         for line in (b"fourth", b"fifth"):
             log.write(line)
             await wait_until(lambda: path.read_bytes().endswith(line + b"\n"))  # noqa: B023
@@ -108,15 +112,18 @@ async def test_after_a_partial_write_the_next_line_is_complete(tmp_path):
 async def test_a_new_file_after_a_partial_write_has_no_empty_line(tmp_path):
     path = tmp_path / "route.log"
     log = LineLog(str(path))
-    log._torn = str(path)
-    await run_and_flush(log, lambda: log.write(b"new"))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(log.run)
+        await write_partially(log, path)
+        path.unlink()
+        log.write(b"new")
+        nursery.cancel_scope.cancel()
     assert path.read_bytes() == b"new\n"
 
 
-async def test_lines_beyond_the_queue_are_dropped_and_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(line_log, "QUEUE_BYTES", 10)
+async def test_lines_beyond_the_queue_are_dropped_and_counted(tmp_path):
     path = tmp_path / "route.log"
-    log = LineLog(str(path))
+    log = LineLog(str(path), max_queue_bytes=10)
     for _ in range(5):
         log.write(b"12345")
     assert log.dropped == 3

@@ -9,8 +9,7 @@ import tty
 
 import pytest
 
-from omni_proxy.telemetry import logs
-from omni_proxy.telemetry.logs import NonBlockingHandler, configure
+from omni_proxy.telemetry.logs import WRITER_THREAD, NonBlockingHandler, configure
 
 pytestmark = pytest.mark.usefixtures("logging_as_it_was")
 
@@ -120,6 +119,10 @@ def log(handler, text):
     handler.handle(logging.LogRecord("a", logging.INFO, "", 0, text, None, None))
 
 
+def writer_threads():
+    return [thread for thread in threading.enumerate() if thread.name == WRITER_THREAD]
+
+
 def read_until(reader, last):
     received = b""
     while not received.endswith(last + b"\n"):
@@ -142,9 +145,8 @@ def test_a_stalled_reader_blocks_no_caller_and_loses_no_line(small_pipe):
     for line in lines:
         log(handler, line)
     assert read_until(reader, lines[-1].encode()) == lines
-    thread = handler._writer
-    if thread is not None:
-        thread.join(5)
+    for thread in writer_threads():
+        thread.join()
     log(handler, "next")
     assert read_until(reader, b"next") == ["next"]
 
@@ -158,10 +160,9 @@ def test_a_line_longer_than_the_pipe_is_written_completely(small_pipe):
     assert read_until(reader, b"next") == [long, "next"]
 
 
-def test_lines_beyond_the_bound_are_dropped_and_counted(small_pipe, monkeypatch):
-    monkeypatch.setattr(logs, "QUEUE_BYTES", 6000)
+def test_lines_beyond_the_bound_are_dropped_and_counted(small_pipe):
     reader, stream = small_pipe
-    handler = NonBlockingHandler(stream)
+    handler = NonBlockingHandler(stream, max_queue_bytes=6000)
     for number in range(2000):
         log(handler, f"line {number:04}")
     received = []
@@ -188,7 +189,7 @@ def test_a_terminal_that_is_not_read_blocks_no_caller():
             handler = NonBlockingHandler(stream)
             for number in range(20_000):  # far more than a terminal holds
                 log(handler, f"line {number:06}")
-            assert handler._writer is not None
+            assert writer_threads()
             received = b""
             while b"line 019999" not in received:
                 received = received[-100:] + os.read(master, 65536)
@@ -210,18 +211,28 @@ def test_a_full_disk_or_a_closed_pipe_only_loses_lines(small_pipe):
     log(handler, "short")
     log(handler, "long" * 2000)
     handler.close()
-    assert handler._writer is None
+    assert not writer_threads()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork while a thread runs
-def test_a_forked_child_does_not_write_lines_of_its_parent(small_pipe):
+def test_a_forked_child_writes_its_own_lines_and_none_of_its_parent(small_pipe):
     reader, stream = small_pipe
     handler = NonBlockingHandler(stream)
-    for number in range(1000):
-        log(handler, f"line {number:04}")
+    lines = [f"line {number:04}\n" for number in range(1000)]
+    for line in lines:
+        log(handler, line.rstrip())
     child = os.fork()
     if not child:
+        log(handler, "of the child")
         handler.close()
-        os._exit(bool(handler._queue or handler._writer))
+        os._exit(0)  # the only way to end a forked child without the parent's cleanup
+    own, expected = b"of the child\n", "".join(lines).encode()
+    received = b""
+    while len(received) < len(expected) + len(own):
+        received += reader.read(65536)
     assert os.waitpid(child, 0)[1] == 0
-    assert len(read_until(reader, b"line 0999")) == 1000
+    for thread in writer_threads():
+        thread.join()
+    stream.close()
+    received += reader.read(65536)  # the end, as nobody has written more
+    assert received.replace(own, b"") == expected

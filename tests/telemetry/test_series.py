@@ -147,7 +147,7 @@ def test_the_number_of_unsorted_times_is_bounded():
     for number in range(25):
         fields = {"response_head_at": 100.1} if number % 2 else {"sent_at": 100.05}
         meters.record(whole(**fields), a)
-        waiting = meters._phases[PATH]
+        waiting = meters.phases_for(PATH)
         assert len(waiting.own) + len(waiting.heads) < 20
     assert sum(meters.phases[PATH].overhead.counts) == 25
     assert sum(meters.phases[PATH].head.counts) == 25

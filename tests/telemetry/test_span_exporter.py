@@ -2,7 +2,7 @@ import msgspec
 from opentelemetry.sdk.trace.export import SpanExportResult
 
 from omni_proxy.dataplane.exchange.span_records import SpanRecord
-from omni_proxy.telemetry.span_exporter import _Sender
+from omni_proxy.telemetry.span_exporter import SpanSender
 
 
 class FakeExporter:
@@ -17,8 +17,8 @@ class FakeExporter:
 
 
 def test_all_spans_share_one_resource():
-    sender, exporter = _Sender("http://127.0.0.1:9"), FakeExporter()
-    sender._exporter = exporter
+    exporter = FakeExporter()
+    sender = SpanSender("http://127.0.0.1:9", exporter)
     span = SpanRecord("1" * 32, "2" * 16, "POST /v1/chat/completions", "server", 1, 2)
     record = msgspec.json.encode([span, span])
     assert [sender.send([record, record]) for _ in range(2)] == [(4, 0)] * 2

@@ -165,6 +165,11 @@ class RequestHeadCache:
         self._seen_once = Doorkeeper(TEMPLATES)
         self._last: _Template | None = None  # tried first: the next head often matches it too
 
+    @property
+    def size(self) -> int:
+        """The number of cached heads."""
+        return len(self._known)
+
     def parse(self, head: bytes) -> RequestHead:
         """Raises HttpError, as `parse_request_head` does."""
         match = _LENGTH.search(head)

@@ -61,6 +61,11 @@ class ResponseHeadCache:
         self._known: LruCache[tuple[bytes, bytes], CachedResponseHead] = LruCache(MAX_ENTRIES)
         self._seen_once = Doorkeeper(MAX_ENTRIES)
 
+    @property
+    def size(self) -> int:
+        """The number of cached heads."""
+        return len(self._known)
+
     def find(self, head: bytes) -> CachedResponseHead:
         """The entry of a head without its blank line, or NOT_CACHED."""
         top, name, _, rest = _parted(head + b"\r\n\r\n")

@@ -130,13 +130,13 @@ def test_varying_heads_do_not_evict_a_used_entry():
         cache.read(response_head(5, more=[f"Date: {n}"]), to_head=False)
         cache.read(response_head(5, more=[f"X-Request-Id: {n}"]), to_head=False)
     assert cache.find(response_head(77)[:-4]).status == 200
-    assert len(cache._known) == 1
+    assert cache.size == 1
 
 
 def test_the_number_of_entries_is_bounded():
     cache = ResponseHeadCache()
     for n in range(2 * (MAX_ENTRIES + 10)):
         cache.read(response_head(5, more=[f"Date: {n // 2}"]), to_head=False)
-    assert len(cache._known) == MAX_ENTRIES
+    assert cache.size == MAX_ENTRIES
     assert cache.find(response_head(5, more=[f"Date: {MAX_ENTRIES}"])[:-4]) is not NOT_CACHED
     assert cache.find(response_head(5, more=["Date: 0"])[:-4]) is NOT_CACHED

@@ -12,7 +12,7 @@ def record_history(api):
     worker = api.worker(A)
     for second in range(-200, 0):
         api.instruments.history_sampler.step(now + second)
-        api.instruments._on_second(now + second)
+        api.instruments.end_second(now + second)
         api.instruments.metrics.record(ended(worker), worker)
 
 
