@@ -112,6 +112,9 @@ class BlockCache:
         """The share of memory that requests use; None if it is unlimited."""
         return 1 - (self.free + self._idle_tokens) / self._kv_tokens if self._kv_tokens else None
 
+    def tokens_by_block(self) -> dict[int, int]:
+        return {name: block.tokens for name, block in self._blocks.items()}
+
     def leading(self, blocks: tuple[int, ...]) -> int:
         """How many leading blocks are cached."""
         known = self._blocks
@@ -243,6 +246,12 @@ class Engine:
             waiting += left <= 0
             left -= job.prefill
         return LoadReport(float(waiting), self._cache.usage)
+
+    @property
+    def cached_blocks(self) -> dict[int, int]:
+        """The tokens of each block in the block cache; none with `slots`."""
+        cache = self._cache
+        return cache.tokens_by_block() if isinstance(cache, BlockCache) else {}
 
     def submit(self, request: Request, listener: ResponseListener, now: float) -> None:
         """Start a request; the listener is called at the first token and at the end."""

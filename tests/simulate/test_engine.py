@@ -114,16 +114,6 @@ def chain(*blocks, output=4, tokens=None):
     return Request(0.0, tokens or 100 * len(blocks), output, blocks, 100)
 
 
-def tokens_of(engine):
-    """Free, idle and used tokens of the KV memory."""
-    cache = engine._cache
-    used = sum(block.tokens for block in cache._blocks.values() if block.users)
-    idle = sum(block.tokens for block in cache._idle.values())
-    jobs = [*engine._prefilling, *(job for _, _, job in engine._decoding)]
-    assert idle == cache._idle_tokens
-    return cache.free, idle, used + sum(job.private for job in jobs)
-
-
 @given(
     st.lists(
         st.tuples(
@@ -149,12 +139,36 @@ def test_kv_memory_is_never_leaked_or_counted_twice(entries):
             driver.schedule(at + 0.2, lambda _, record=record: engine.cancel(record), None)
     while driver.events:
         driver.run(until=driver.events[0][0])
-        assert sum(tokens_of(engine)) == 800
-        assert min(tokens_of(engine)) >= 0
+        assert 0 <= engine.load.kv_usage <= 1
+        assert sum(engine.cached_blocks.values()) <= 800
     assert not engine.in_flight
-    assert tokens_of(engine)[2] == 0
+    assert engine.load.kv_usage == 0
+    check_all_memory_is_free(driver, blocks=(8,))  # by eviction
     engine.evict()
-    assert tokens_of(engine) == (800, 0, 0)
+    assert not engine.cached_blocks
+    check_all_memory_is_free(driver, blocks=())
+
+
+@pytest.mark.parametrize("count", [2, 50], ids=["at the same time", "after the other one has ended"])
+def test_blocks_that_two_requests_compute_are_counted_once(count):
+    driver = Driver(EngineSpec(kv_tokens=10_000, prefill_tokens_per_sec=1000))
+    driver.submit_at(0.0, Request(0.0, 1000, 1))  # the next step begins when it is computed
+    driver.submit_at(0.5, chain(0, output=1))
+    driver.submit_at(0.5, chain(*range(count), output=1))
+    driver.run()
+    assert (driver.engine.found_blocks, driver.engine.load.kv_usage) == (0, 0)
+    driver.engine.evict()
+    check_all_memory_is_free(driver, blocks=())
+
+
+def check_all_memory_is_free(driver, blocks):
+    """A request that needs all of it starts at once."""
+    at, tokens = driver.now + 1, driver.engine.spec.kv_tokens - 1
+    record = driver.submit_at(at, Request(at, tokens, 1, blocks, tokens))
+    driver.run(until=at)
+    assert driver.engine.load == (0, 1)
+    driver.run()
+    assert record.error is None
 
 
 def test_leading_blocks_of_an_earlier_prompt_are_not_computed_again():

@@ -41,8 +41,8 @@ def indexed(simulation, url):
 
 def held(simulation, url):
     """The engine's blocks, without those that are too short to be published."""
-    blocks = simulation.engines[url]._cache._blocks
-    return {name for name, block in blocks.items() if block.tokens >= BLOCK_IDS}
+    blocks = simulation.engines[url].cached_blocks
+    return {name for name, tokens in blocks.items() if tokens >= BLOCK_IDS}
 
 
 def settle(simulation):
@@ -132,9 +132,13 @@ def test_prompts_share_leading_bytes_exactly_where_they_share_blocks():
 
 
 def reveal_gap(run, url):
-    """Ends the losses: the next batch arrives and reveals the gap."""
-    run.feeds[url]._loss = Loss(0.0, Random(0))
+    """Empties the engine's cache, and publishes that until a batch arrives, which reveals gaps."""
     run.engines[url].evict()
+    feed, lost = run.feeds[url], -1
+    while feed.lost != lost:
+        lost = feed.lost
+        feed.cleared()
+        feed.publish()
     settle(run)
 
 
