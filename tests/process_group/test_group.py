@@ -69,6 +69,7 @@ def test_a_group_forms_with_each_kind_of_trainer_group(groups, trainer, form):
 def test_the_group_is_not_registered_in_torch(groups, trainer):
     join_group(groups, trainer)
     assert not torch.distributed.is_initialized()
+    # Where torch 2 registers groups; it has no public list of them.
     assert not torch.distributed.distributed_c10d._world.pg_names
     leave_group(groups, trainer)
 
@@ -211,6 +212,7 @@ def test_a_trainer_that_dies_during_the_rendezvous_ends_it_at_once(groups, train
 
 
 def _connected(groups):
+    # Nothing public tells it: `status` of a group that has not formed is the same before and after.
     return groups._groups["g"].connection is not None
 
 

@@ -5,7 +5,6 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from omni_proxy.process_group import rendezvous
 from omni_proxy.process_group.rendezvous import connect_store
 from omni_proxy.process_group.tensor_plan import GroupError
 from tests.process_group.trainer_process import TrainerPool, free_port
@@ -111,16 +110,19 @@ def test_a_port_that_always_closes_connections_is_not_a_store(listener):
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_connection_never_uses_its_target_port_as_the_local_port():
+def test_a_connection_never_uses_its_target_port_as_the_local_port(monkeypatch):
     """The kernel may choose that port as the local one. The socket would connect to itself."""
-    port = free_port()
+    port, attempts = free_port(), iter([False, False, True])
 
     class SocketOnTargetPort(socket.socket):
         def bind(self, address):
             super().bind((address[0], port))
 
-    with SocketOnTargetPort() as connection, pytest.raises(OSError, match="in use"):
-        rendezvous._avoid_self_connect(connection, port)
-    with socket.socket() as connection:
-        rendezvous._avoid_self_connect(connection, port)
-        assert connection.getsockname()[1] != port
+        def connect(self, address):
+            if not self.getsockname()[1]:
+                self.bind(("", 0))
+            super().connect(address)
+
+    monkeypatch.setattr(socket, "socket", SocketOnTargetPort)
+    with pytest.raises(GroupError, match="gave up waiting for the trainer's store"):
+        connect_store(("127.0.0.1", port), 5.0, lambda: next(attempts))

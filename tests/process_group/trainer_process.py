@@ -158,7 +158,7 @@ class Commands:
         from torch.distributed import distributed_c10d as c10d
 
         process_group = self.groups.pop(group)
-        if process_group in c10d._world.pg_names:
+        if process_group in c10d._world.pg_names:  # torch has no public list of groups
             dist.destroy_process_group(process_group)
         self.stores.pop(group)
         return {"destroyed": True}
@@ -179,6 +179,7 @@ def _create_group(form, store, group, world, timeout):
     if form == "raw":
         inner = PrefixStore("cpu/", PrefixStore(f"{group}/", named))
         return ProcessGroupGloo(inner, 0, world, timeout)
+    # As trainers do (verl, slime): `new_group` of torch needs a default group.
     process_group, _ = c10d._new_process_group_helper(
         world, 0, [], c10d.Backend("gloo"), named, group_name=group, timeout=timeout
     )

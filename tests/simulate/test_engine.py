@@ -149,7 +149,9 @@ def test_kv_memory_is_never_leaked_or_counted_twice(entries):
     check_all_memory_is_free(driver, blocks=())
 
 
-@pytest.mark.parametrize("count", [2, 50], ids=["at the same time", "after the other one has ended"])
+@pytest.mark.parametrize(
+    "count", [2, 50], ids=["at the same time", "after the other one has ended"]
+)
 def test_blocks_that_two_requests_compute_are_counted_once(count):
     driver = Driver(EngineSpec(kv_tokens=10_000, prefill_tokens_per_sec=1000))
     driver.submit_at(0.0, Request(0.0, 1000, 1))  # the next step begins when it is computed

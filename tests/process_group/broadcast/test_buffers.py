@@ -148,11 +148,7 @@ def test_a_request_above_free_memory_is_refused_with_the_numbers():
 
 def test_unused_shared_blocks_are_freed_before_a_request_is_refused():
     memory = [1000]
-    blocks, forgotten = shared_pool(free=lambda: memory[0] - unused_bytes())
-
-    def unused_bytes():
-        return sum(block.nbytes for block in blocks._unused)
-
+    blocks, forgotten = shared_pool(free=lambda: memory[0] - blocks.kept_bytes())
     number = blocks.take(600).block.number
     assert blocks.take(800).block.nbytes == 800
     assert forgotten == [number]

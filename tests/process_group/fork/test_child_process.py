@@ -36,14 +36,19 @@ def child(fork_server):
 
 
 @pytest.fixture
-def channels():
-    parent, child = map(JsonSocket, socket.socketpair())
+def sockets():
+    return socket.socketpair()
+
+
+@pytest.fixture
+def channels(sockets):
+    parent, child = map(JsonSocket, sockets)
     yield parent, child
     parent.close()
     child.close()
 
 
-def test_lines_of_any_length_arrive_in_order_with_their_descriptors(channels):
+def test_lines_of_any_length_arrive_in_order_with_their_descriptors(sockets, channels):
     parent, child = channels
     sent = [Logged(1, "a" * 3), Logged(2, "b" * (3 << 20)), Logged(3, "\n c \u00e9")]
     pipes = [os.pipe() for _ in range(2)]
@@ -52,7 +57,7 @@ def test_lines_of_any_length_arrive_in_order_with_their_descriptors(channels):
         parent.send(sent[0])
         parent.send(sent[1], pipes[0][0])
         parent.send(sent[2], pipes[1][0])
-        parent._connection.shutdown(socket.SHUT_WR)
+        sockets[0].shutdown(socket.SHUT_WR)
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -101,7 +106,7 @@ def test_an_ended_child_leaves_no_descriptor_and_no_thread(fork_server):
         child.require_ready(60)
         child.kill("enough")
         assert child.wait_reaped(10)
-        child._reader.join(30)
+        wait_until(lambda: "brief" not in [thread.name for thread in threading.enumerate()])
 
     start_and_kill()
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
@@ -140,9 +145,11 @@ def test_a_command_blocked_by_another_one_times_out(child):
     os.kill(child.pid, signal.SIGSTOP)
     huge = CheckTrainer(child.next_number(), HUGE, False)
     stuck = ThreadPoolExecutor(1).submit(child.call, huge, 600)
-    wait_until(child._process.channel._lock.locked)
-    with pytest.raises(GroupError, match=r"read no command for 0\.1 s"):
-        run_within(30, lambda: child.call(CheckTrainer(child.next_number(), "g", False), 0.1))
+    message = ""
+    while "read no command for 0.1 s" not in message:  # before the other call has begun: no answer
+        with pytest.raises(GroupError) as refusal:
+            run_within(30, lambda: child.call(CheckTrainer(child.next_number(), "g", False), 0.1))
+        message = str(refusal.value)
     assert not stuck.done()
     assert child.end_reason is None  # a call with a timeout does not kill the child
     child.kill("enough")

@@ -5,19 +5,24 @@ import resource
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
 import pytest
 
-from omni_proxy.process_group.fork.ipc import LOST, Arm, Event, JsonSocket, Send
-from omni_proxy.process_group.fork.receiver_process import (
-    PassedDescriptor,
-    _CommandExecutor,
-    _EventWriter,
-)
-from omni_proxy.process_group.rank_protocol import GroupLimits
+from omni_proxy.process_group.fork.child_process import ChildHandle
+from omni_proxy.process_group.fork.forkserver_client import SHARED_FORK_SERVER
+from omni_proxy.process_group.fork.ipc import LOST, Arm, Configure, JsonSocket, Send
+from omni_proxy.process_group.fork.receiver_process import PassedDescriptor
 from omni_proxy.process_group.tensor_plan import make_plan
 
 PLANS = (make_plan([("w", "uint8", [8])], dense=True),)
+
+
+@pytest.fixture
+def child():
+    child = ChildHandle(Configure(5.0, 10.0, 1.0, None, 60.0, 30), "child", SHARED_FORK_SERVER)
+    child.require_ready(60)
+    yield child
+    child.kill("the test is over")
+    assert child.wait_reaped(20)
 
 
 @pytest.fixture
@@ -33,16 +38,17 @@ def channels():
     [Arm(1, "no such group", PLANS, 1.0, digests=False, block=3), Send(1, PLANS, block=3)],
     ids=["arm", "send"],
 )
-def test_a_refused_command_leaves_no_descriptor_open(channels, command):
-    parent, child = channels
-    executor = _CommandExecutor(child, _EventWriter(child), GroupLimits(5.0, 10.0, 1.0))
+def test_a_refused_command_leaves_no_descriptor_open(child, command):
+    before = descriptors_of(child.pid)
     descriptor = os.memfd_create("test-child")
-    child.descriptors.append(descriptor)
-    executor.submit(command)
-    event = msgspec.json.Decoder(Event).decode(next(parent.lines()))
-    assert event.error
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
+    assert child.call(command, 30, descriptor).error
+    os.close(descriptor)
+    assert descriptors_of(child.pid) == before
+
+
+def descriptors_of(pid):
+    folder = f"/proc/{pid}/fd"
+    return sorted(os.readlink(f"{folder}/{number}") for number in os.listdir(folder))
 
 
 def test_a_lost_descriptor_is_reported_and_keeps_its_position(channels):
