@@ -175,6 +175,11 @@ class Fleet:
         """
         return False
 
+    @property
+    def candidate_lists(self) -> int:
+        """How many lists `candidates` and `pool` keep; at most `CANDIDATE_LISTS` each."""
+        return len(self._candidates) + len(self._pools)
+
     def candidates(self, model: str | None, mask: int) -> list[Worker]:
         """Routable regular workers with every capability of `mask`, narrowed to the model.
 

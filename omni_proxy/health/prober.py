@@ -88,14 +88,19 @@ class Prober:
     """Runs a loop for each worker that is not dead; `run` owns all loops."""
 
     def __init__(
-        self, fleet: Fleet, config_store: ConfigStore, *, jitter: Callable[[], float]
+        self,
+        fleet: Fleet,
+        config_store: ConfigStore,
+        *,
+        jitter: Callable[[], float],
+        max_parallel: int = MAX_PARALLEL_PROBES,
     ) -> None:
         self._fleet = fleet
         self._config_store = config_store
         self._jitter = jitter
         self._nursery: trio.Nursery | None = None
         self._loops: dict[Worker, _ProbeLoop] = {}
-        self._slots = trio.CapacityLimiter(MAX_PARALLEL_PROBES)
+        self._slots = trio.CapacityLimiter(max_parallel)
         self._throttle = StartThrottle()
         self.proxy_id = ""  # of this proxy, see `wire.forwarded`
         # Workers under a weight update, whose failed probes are ignored: they may be slow or busy.

@@ -10,6 +10,7 @@ instances), the file is polled at the same interval, and the watch is retried.
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -34,9 +35,16 @@ _log = logging.getLogger(__name__)
 
 
 class Reloader:
-    """Reloads the configuration; requests that arrive before a reload begins are merged."""
+    """Reloads the configuration; requests that arrive before a reload begins are merged.
+    `watch`: as `watchfiles.awatch`."""
 
-    def __init__(self, config_store: ConfigStore, service_manager: ServiceManager = SILENT) -> None:
+    def __init__(
+        self,
+        config_store: ConfigStore,
+        service_manager: ServiceManager = SILENT,
+        watch: Callable[..., AsyncGenerator[object, None]] = awatch,
+    ) -> None:
+        self._awatch = watch
         self._config_store = config_store
         self._service_manager = service_manager
         self._requests_in, self._requests = trio.open_memory_channel[str](1)
@@ -83,7 +91,7 @@ class Reloader:
     async def _watch_folder(self, file: Path) -> None:
         stop = trio.Event()
         try:
-            async for _ in awatch(
+            async for _ in self._awatch(
                 file.parent,
                 recursive=False,
                 watch_filter=None,

@@ -25,10 +25,10 @@ async def wait_or_kill(child: trio.Process) -> int:
     return await child.wait()
 
 
-def wait_or_kill_in_thread(child: subprocess.Popen[bytes]) -> None:
+def wait_or_kill_in_thread(child: subprocess.Popen[bytes], exit_secs: float = EXIT_SECS) -> None:
     """As `wait_or_kill`, for a thread without an event loop."""
     try:
-        child.wait(EXIT_SECS)
+        child.wait(exit_secs)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()

@@ -60,15 +60,17 @@ class Watchdog:
     """Watches the event loop that runs `run`.
 
     `longest_turn_secs`: the longest time that a task had to wait while the loop's thread computed,
-    since `end_startup`, without time in which the thread waited for a CPU.
+    since `end_startup`, without time in which the thread waited for a CPU. `heartbeats`: how often
+    the loop has woken the watchdog's task, which it should do every `heartbeat_secs`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, heartbeat_secs: float = HEARTBEAT_SECS) -> None:
+        self._heartbeat_secs = heartbeat_secs
         self.stalls = 0
         self.last_stall_at: datetime | None = None
         self.last_stall_secs = 0.0
         self.longest_turn_secs = 0.0
-        self._heartbeats = 0
+        self.heartbeats = 0
         self._stalled = False
         self._in_startup = False  # the current iteration is part of the start
 
@@ -100,9 +102,9 @@ class Watchdog:
         try:
             task_status.started()
             while True:
-                cpu, due = time.thread_time(), trio.current_time() + HEARTBEAT_SECS
+                cpu, due = time.thread_time(), trio.current_time() + self._heartbeat_secs
                 await trio.sleep_until(due)
-                self._heartbeats += 1
+                self.heartbeats += 1
                 late = trio.current_time() - due
                 computed = time.thread_time() - cpu
                 if not self._in_startup:
@@ -121,7 +123,7 @@ class Watchdog:
         timer = StallTimer(time.monotonic(), time.clock_gettime(clock), cpu_wait_secs(native_id))
         while not stop.wait(CHECK_SECS):
             now, cpu = time.monotonic(), time.clock_gettime(clock)
-            stalled = timer.update(now, cpu, self._heartbeats, cpu_wait_secs(native_id))
+            stalled = timer.update(now, cpu, self.heartbeats, cpu_wait_secs(native_id))
             if stalled and not stop.is_set():
                 self._report(timer.secs, loop)
 

@@ -32,7 +32,8 @@ class EventStreamReader:
     An event that is not followed by a blank line is dropped, as the standard requires.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
+        self._max_event_bytes = max_event_bytes
         self._line = bytearray()  # the incomplete line
         self._data: list[bytes] = []  # data lines of the incomplete event
         self._size = 0
@@ -53,8 +54,8 @@ class EventStreamReader:
             text = piece.rstrip(b"\r\n")
             self._line += text
             self._size += len(text)
-            if self._size > MAX_EVENT_BYTES:
-                raise EventStreamError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+            if self._size > self._max_event_bytes:
+                raise EventStreamError(f"an event of more than {self._max_event_bytes} bytes")
             if len(text) < len(piece):
                 self._end_line(events)
         return events

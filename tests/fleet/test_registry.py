@@ -240,7 +240,7 @@ def test_the_number_of_candidate_lists_is_bounded():
     fleet = fleet_of(entry("a"))
     for number in range(CANDIDATE_LISTS * 2):
         fleet.candidates(None, number)
-    assert len(fleet._candidates) <= CANDIDATE_LISTS
+    assert fleet.candidate_lists <= CANDIDATE_LISTS
 
 
 def test_watchers_are_called_once_per_change_of_health():
@@ -303,14 +303,14 @@ def test_unknown_models_add_no_candidate_lists():
     for fleet in (fleet_of(entry("a", model="m"), entry("b")), fleet_of(entry("a"), entry("b"))):
         for number in range(100):
             fleet.candidates(f"no such model {number}", 0)
-        assert len(fleet._candidates) == 1
+        assert fleet.candidate_lists == 1
 
 
 def test_the_number_of_candidate_lists_of_pools_is_bounded():
     fleet = fleet_of(entry("a", role="decode"))
     for number in range(CANDIDATE_LISTS * 2):
         fleet.pool("decode", None, number)
-    assert len(fleet._pools) <= CANDIDATE_LISTS
+    assert fleet.candidate_lists <= CANDIDATE_LISTS
 
 
 def test_a_configured_role_overrides_the_reported_one():

@@ -4,7 +4,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from omni_proxy.health import engine_pages, engine_readers
+from omni_proxy.health import engine_pages
 from omni_proxy.health.engine_pages import EnginePages
 from omni_proxy.health.engine_readers import SILENT_SECS, EngineLoadReader
 from omni_proxy.upstream_http.client import CallResult
@@ -125,15 +125,25 @@ async def test_an_engine_whose_load_is_missing_now_is_called_again_soon(
     assert polled.report == LoadReport(7.0, None)
 
 
-async def test_other_tasks_run_while_a_long_page_is_parsed(polled, monkeypatch):
-    checkpoints = []
+class TaskSteps(trio.abc.Instrument):
+    """`count`: how often a task has run."""
 
-    async def checkpoint():
-        checkpoints.append(None)
+    count = 0
 
-    monkeypatch.setattr(engine_readers.trio.lowlevel, "checkpoint", checkpoint)
-    page = b"# x\n" * 300_000 + VLLM
-    result = CallResult(None, 200, page, "", 0.0)
-    loads = await engine_readers._loads_of(engine_readers.LOAD_METRICS, result)
-    assert loads[0] == LoadReport(3.0, 0.5)
-    assert len(checkpoints) >= len(page) // (1 << 18)
+    def before_task_step(self, task):
+        self.count += 1
+
+
+async def test_other_tasks_run_while_a_long_page_is_parsed(polled, autojump_clock):
+    await polled.start()
+    steps, counts = TaskSteps(), []
+    trio.lowlevel.add_instrument(steps)
+    for page in VLLM, VLLM, b"# x\n" * 300_000 + VLLM:  # the first read also finds the page
+        polled.replies["/metrics"] = (200, page)
+        before = steps.count
+        await polled.pages.refresh(polled.reader)
+        counts.append(steps.count - before)
+        assert polled.report == LoadReport(4.0, 0.5)
+    trio.lowlevel.remove_instrument(steps)
+    _, short, long = counts
+    assert long - short >= len(page) // (1 << 18)

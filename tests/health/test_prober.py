@@ -6,7 +6,6 @@ import trio.testing
 
 from omni_proxy.fleet.cordon_reasons import LAUNCH_CORDON
 from omni_proxy.fleet.health_state import Thresholds
-from omni_proxy.health import prober as probing
 from omni_proxy.health.prober import Prober
 from tests.health.prober_fixture import NOW, URL
 
@@ -144,10 +143,9 @@ async def test_a_slow_worker_delays_no_other_probe(health, probes, nursery, auto
 
 
 async def test_parallel_probes_are_bounded_and_the_wait_is_not_part_of_the_timeout(
-    health, probes, nursery, autojump_clock, monkeypatch
+    health, probes, nursery, autojump_clock
 ):
-    monkeypatch.setattr(probing, "MAX_PARALLEL_PROBES", 4)
-    health.prober = probing.Prober(health.fleet, health.config_store, jitter=lambda: 0.5)
+    health.prober = Prober(health.fleet, health.config_store, jitter=lambda: 0.5, max_parallel=4)
     in_flight, peak = 0, 0
 
     async def respond(request):

@@ -6,8 +6,7 @@ import trio.lowlevel
 import trio.testing
 from watchfiles._rust_notify import WatchfilesRustInternalError
 
-from omni_proxy.runtime_config import reloader as reloading
-from omni_proxy.runtime_config.reloader import Reloader
+from omni_proxy.runtime_config.reloader import EMPTY_SETTLE_SECS, SETTLE_SECS, Reloader
 from omni_proxy.system.files import file_signature
 
 
@@ -52,14 +51,13 @@ async def test_an_edit_is_read_once_the_file_has_settled(nursery, file):
 
 
 async def test_without_a_watch_the_file_is_polled_and_one_line_is_logged(
-    nursery, file, monkeypatch, caplog, autojump_clock
+    nursery, file, caplog, autojump_clock
 ):
     def no_watch(*_, **__):
         raise WatchfilesRustInternalError("Too many open files (os error 24)")
 
-    monkeypatch.setattr(reloading, "awatch", no_watch)
     config_store = fake_config_store(file)
-    await nursery.start(Reloader(config_store).run)
+    await nursery.start(Reloader(config_store, watch=no_watch).run)
     await trio.sleep(200)  # the watch is tried again, and fails again
     file.write_text("two")
     await until(config_store, lambda reloads: reloads)
@@ -70,19 +68,27 @@ async def test_without_a_watch_the_file_is_polled_and_one_line_is_logged(
     nursery.cancel_scope.cancel()
 
 
-async def test_a_reload_waits_until_the_file_stops_changing(file, monkeypatch):
-    times = iter([(1, 1, 1), (2, 2, 1), (3, 0, 1), (4, 4, 1), (4, 4, 1)])
-    monkeypatch.setattr(reloading, "file_signature", lambda _: next(times))
-    pauses = []
+async def idle_watch(*_, **__):
+    """Reports nothing."""
+    await trio.sleep_forever()
+    yield
 
-    async def pause(secs):
-        pauses.append(secs)
 
-    monkeypatch.setattr(trio, "sleep", pause)
-    assert await Reloader(fake_config_store(None))._wait_settled(file) == (4, 4, 1)
-    assert pauses == [reloading.SETTLE_SECS] * 2 + [reloading.EMPTY_SETTLE_SECS] + [
-        reloading.SETTLE_SECS
-    ]
+async def test_a_reload_waits_until_the_file_stops_changing(nursery, file, autojump_clock):
+    config_store = fake_config_store(file)
+    reloader = Reloader(config_store, watch=idle_watch)
+    await nursery.start(reloader.run)
+    started_at = trio.current_time()
+    reloader.request_reload("SIGHUP")
+    # An empty file is given more time: the last edit is half a second after it was emptied.
+    for text, at in ("first edit", 0.05), ("second", 0.15), ("", 0.25), ("whole text", 0.75):
+        await trio.sleep_until(started_at + at)
+        file.write_text(text)
+    await until(config_store, lambda reloads: reloads)
+    assert config_store.reloads == [("SIGHUP", "whole text")]
+    elapsed = trio.current_time() - started_at
+    assert elapsed == pytest.approx(3 * SETTLE_SECS + EMPTY_SETTLE_SECS + SETTLE_SECS)
+    nursery.cancel_scope.cancel()
 
 
 async def test_an_edit_during_startup_is_read(nursery, file):
@@ -94,23 +100,16 @@ async def test_an_edit_during_startup_is_read(nursery, file):
     nursery.cancel_scope.cancel()
 
 
-async def test_a_signal_during_an_edit_waits_until_the_edit_is_finished(file, nursery, monkeypatch):
+async def test_a_signal_during_an_edit_waits_until_the_edit_is_finished(
+    file, nursery, autojump_clock
+):
     config_store = fake_config_store(file)
-    reloader = Reloader(config_store)
-
-    async def idle(_):
-        await trio.sleep_forever()
-
-    async def finish_edit(_):
-        if not file.read_text():
-            file.write_text("whole")
-        await trio.lowlevel.checkpoint()
-
-    monkeypatch.setattr(reloader, "_watch", idle)
+    reloader = Reloader(config_store, watch=idle_watch)
     await nursery.start(reloader.run)
-    monkeypatch.setattr(reloading.trio, "sleep", finish_edit)
     file.write_text("")
     reloader.request_reload("SIGHUP")
+    await trio.sleep(EMPTY_SETTLE_SECS - 0.01)
+    file.write_text("whole")
     await until(config_store, lambda reloads: reloads)
     assert config_store.reloads == [("SIGHUP", "whole")]
     nursery.cancel_scope.cancel()

@@ -5,7 +5,6 @@ import sys
 import pytest
 import trio
 
-from omni_proxy.shared import child_exit
 from omni_proxy.shared.child_exit import exit_text, wait_or_kill, wait_or_kill_in_thread
 
 ENDLESS = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -36,11 +35,10 @@ async def test_a_child_that_ends_by_itself_has_its_own_status():
     assert await wait_or_kill(child) == 3
 
 
-def test_a_thread_kills_a_child_that_does_not_end(monkeypatch):
-    monkeypatch.setattr(child_exit, "EXIT_SECS", 0)
+def test_a_thread_kills_a_child_that_does_not_end():
     for command, status in (ENDLESS, -signal.SIGKILL), (QUICK, 3):
         child = subprocess.Popen(command)
         if status == 3:
             child.wait()
-        wait_or_kill_in_thread(child)
+        wait_or_kill_in_thread(child, exit_secs=0)
         assert child.returncode == status

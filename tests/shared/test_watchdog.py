@@ -12,7 +12,6 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.shared import watchdog
 from omni_proxy.shared.watchdog import (
     CHECK_SECS,
     STALL_EVENT,
@@ -118,13 +117,12 @@ async def test_the_thread_of_the_watchdog_ends_with_it():
     assert not thread.is_alive()
 
 
-async def test_only_cpu_time_of_the_loop_counts_as_a_long_turn(nursery, monkeypatch):
-    monkeypatch.setattr(watchdog, "HEARTBEAT_SECS", 0.01)
-    dog = Watchdog()
+async def test_only_cpu_time_of_the_loop_counts_as_a_long_turn(nursery):
+    dog = Watchdog(heartbeat_secs=0.01)
     await nursery.start(dog.run)
-    before = dog._heartbeats
+    before = dog.heartbeats
     time.sleep(0.3)  # noqa: TID251, ASYNC251  simulates a machine without a free CPU
-    while dog._heartbeats == before:
+    while dog.heartbeats == before:
         await trio.lowlevel.checkpoint()
     assert dog.longest_turn_secs < 0.25
 
@@ -224,9 +222,8 @@ def test_a_timer_counts_at_most_the_elapsed_time_since_the_last_heartbeat(update
         assert reported == (not beat and not was_reported and timer.secs >= STALL_SECS)
 
 
-async def test_computing_during_startup_is_not_a_long_turn(nursery, monkeypatch):
-    monkeypatch.setattr(watchdog, "HEARTBEAT_SECS", 0.01)
-    dog = Watchdog()
+async def test_computing_during_startup_is_not_a_long_turn(nursery):
+    dog = Watchdog(heartbeat_secs=0.01)
     await nursery.start(dog.run)
     for longest in (0.0, 0.1):
         until = time.thread_time() + 0.2
@@ -234,7 +231,7 @@ async def test_computing_during_startup_is_not_a_long_turn(nursery, monkeypatch)
             pass
         if not longest:
             dog.end_startup()
-        before = dog._heartbeats
-        while dog._heartbeats == before:
+        before = dog.heartbeats
+        while dog.heartbeats == before:
             await trio.lowlevel.checkpoint()
         assert (dog.longest_turn_secs > 0.1) == bool(longest)

@@ -1,8 +1,8 @@
-import httpx
 import pytest
 import trio
 
-from omni_proxy.upstream_http.client import _LIMITS, READ_BYTES, BufferedTransport, _plain_context
+from omni_proxy.upstream_http.client import READ_BYTES, open_client
+from tests.fleet.entries import entry, fleet_of
 
 TINY = b"1\r\nx\r\n"
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -30,11 +30,10 @@ async def test_a_flood_of_heads_or_chunks_leaves_the_loop_a_turn_after_each_smal
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     nursery.start_soon(trio.serve_listeners, answer, [listener])
     nursery.start_soon(count)
-    port = listener.socket.getsockname()[1]
-    async with httpx.AsyncClient(
-        transport=BufferedTransport(_plain_context(), _LIMITS, None)
-    ) as client:
+    url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
+    (worker,) = fleet_of(entry("a")).workers  # its address is not used
+    async with open_client(worker) as client:
         before = turns
-        response = await client.get(f"http://127.0.0.1:{port}/")
+        response = await client.get(url)
     assert response.status_code == 200
     assert turns - before > total // READ_BYTES // 2

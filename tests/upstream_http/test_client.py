@@ -110,6 +110,8 @@ async def test_results_are_passed_on_as_they_arrive(monkeypatch, autojump_clock)
 
 
 def tls_context(http_client):
+    # Of httpx and httpcore, which have nothing public for it. A context of its own would cost each
+    # client a few milliseconds.
     return http_client._transport._pool._ssl_context
 
 

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_proxy.upstream_http import event_stream
 from omni_proxy.upstream_http.event_stream import (
     AnswerChunk,
     EventStreamError,
@@ -56,9 +55,8 @@ def test_an_event_is_returned_with_the_byte_that_ends_it():
     assert stream.feed(b"\n") == [b"2"]
 
 
-def test_an_event_without_end_is_refused_and_comments_are_not_counted(monkeypatch):
-    monkeypatch.setattr(event_stream, "MAX_EVENT_BYTES", 20)
-    stream = EventStreamReader()
+def test_an_event_without_end_is_refused_and_comments_are_not_counted():
+    stream = EventStreamReader(max_event_bytes=20)
     for _ in range(10):
         assert stream.feed(b": keep-alive\n") == []
     with pytest.raises(EventStreamError, match="more than 20 bytes"):
