@@ -60,6 +60,10 @@ class RunningDataPlane:
         """The latest line of the access log."""
         return self.log.records[-1]
 
+    def apply_workers(self, text: str) -> None:
+        """Changes the workers to those of the configuration `text`."""
+        apply_workers(self.fleet, configured(text, self.urls))
+
     def failures(self) -> list[int]:
         """Returns the consecutive failures of each worker."""
         return [worker.health.consecutive_failures for worker in self.fleet.workers]
@@ -74,6 +78,15 @@ def configured(text: str, urls: list[str]) -> Config:
     return msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, port=0))
 
 
+def apply_workers(fleet: Fleet, config: Config) -> None:
+    """Makes the fleet follow `config`; all its workers are healthy."""
+    now = datetime.now(UTC)
+    fleet.apply(desired_workers(config, (), SavedState()), now)
+    for worker in fleet.workers:
+        for _ in range(fleet.thresholds.rise):
+            fleet.observe_probe(worker, status=200, error=None, at=now, epoch=worker.health.epoch)
+
+
 @asynccontextmanager
 async def run_dataplane(
     *workers: FakeWorker | str, config: str = "", random_below: RandomBelow = lambda bound: 0
@@ -83,11 +96,7 @@ async def run_dataplane(
     parsed = configured(config, urls)
     fleet = Fleet()
     fleet.thresholds = thresholds_of(parsed)
-    now = datetime.now(UTC)
-    fleet.apply(desired_workers(parsed, (), SavedState()), now)
-    for worker in fleet.workers:
-        for _ in range(fleet.thresholds.rise):
-            fleet.observe_probe(worker, status=200, error=None, at=now, epoch=worker.health.epoch)
+    apply_workers(fleet, parsed)
     async with trio.open_nursery() as nursery:
         dataplane = DataPlane(fleet, parsed, admin_socket="/nowhere", sources=Sources(random_below))
         await nursery.start(dataplane.run)

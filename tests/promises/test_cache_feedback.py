@@ -5,12 +5,14 @@ from contextlib import suppress
 
 import pytest
 
+from omni_proxy.routing.cache_prediction import note_first_byte
 from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
 from tests.promises.clients import Truncated, post
 from tests.promises.dataplane_fixture import run_dataplane
 from tests.promises.disaggregated_engines import fleet_of
 from tests.promises.fakes import LAST_CHUNK, SSE_HEAD, chunk, counted, fake_workers
+from tests.routing.policies.chats import chat
 
 CONFIG = '[routing]\npolicy = "cache_aware"\n'
 SHARED = "You answer questions about a harbour town. " * 40
@@ -68,6 +70,15 @@ async def test_an_eviction_is_learned_from_the_usage_in_a_response(form):
         assert not any(cell.tokens for cell in meters.series.values())
 
 
+def reports_of(policy, worker):
+    """What responses of the worker have reported. A prediction has it, here that of a prompt that
+    is not sent and counts as answered at once."""
+    request = chat("not sent")
+    policy.pick([worker], request)
+    note_first_byte(request.prediction)
+    return request.prediction.reports
+
+
 @pytest.mark.parametrize("answer", [counted(b'{"usage":{"prompt_tokens":9}}'),
                                     counted(b"no", status="404 No"), None])  # fmt: skip
 async def test_a_response_without_a_report_ends_its_prediction_and_changes_nothing(answer):
@@ -82,7 +93,7 @@ async def test_a_response_without_a_report_ends_its_prediction_and_changes_nothi
             await client.send(ask("a"))
             with suppress(Truncated):
                 await client.answer()
-        (reports,) = opened.dataplane.policy._feedback.reports.values()
+        reports = reports_of(opened.dataplane.policy, opened.fleet.workers[0])
         assert reports.oldest_pending(77) == 77
         assert (reports.answers, reports.backlog) == (0, 0)
 
@@ -98,7 +109,7 @@ async def test_a_reload_turns_feedback_off():
         async with opened.client() as client:
             await client.send(ask("a"))
             await client.answer()
-            (reports,) = opened.dataplane.policy._feedback.reports.values()
+            reports = reports_of(opened.dataplane.policy, opened.fleet.workers[0])
             assert reports.answers == 1
             opened.reload(CONFIG + "[routing.cache_aware]\nfeedback = false\n")
             await client.send(ask("b"))
@@ -128,9 +139,10 @@ async def test_the_prefill_workers_cache_is_learned_from_the_leg_that_reports_it
             await client.send(post(json.dumps(body).encode(), path=path))
             assert (await client.answer()).status == 200
         pools = fleet.before.dataplane.balancer.pools
-        (reports,) = pools.of("prefill")._feedback.reports.values()
+        prefill, decode = sorted(fleet.before.fleet.workers, key=lambda each: each.role)[::-1]
+        reports = reports_of(pools.of("prefill"), prefill)
         assert (reports.answers, reports.reported) == (2, 1400)
-        (unread,) = pools.of("decode")._feedback.reports.values()
+        unread = reports_of(pools.of("decode"), decode)
         assert (unread.answers, unread.silent) == (0, 0)
         assert all(prediction.answered for prediction in (*reports.unanswered, *unread.unanswered))
 
@@ -140,5 +152,6 @@ async def test_a_decode_worker_that_computes_the_prompt_reports_its_own_cache():
         fleet.decodes[0].usage, _ = REPORTS["nixl"]
         await client.send(post(json.dumps({"prompt": SHARED}).encode(), path="/v1/completions"))
         assert (await client.answer()).status == 200
-        (reports,) = fleet.before.dataplane.balancer.pools.of("decode")._feedback.reports.values()
+        (decode,) = fleet.before.fleet.workers
+        reports = reports_of(fleet.before.dataplane.balancer.pools.of("decode"), decode)
         assert (reports.answers, reports.reported) == (1, 700)

@@ -171,9 +171,7 @@ async def test_a_queued_request_for_an_alias_takes_the_first_target_with_capacit
             nursery.start_soon(send_one)
             while not opened.dataplane.queue.waiting:
                 await trio.sleep(0.005)
-            (disabled_worker,) = [each for each in opened.fleet.workers if each.disabled]
-            disabled_worker.disabled = False
-            opened.fleet._changed()
+            opened.apply_workers(config.replace("disabled = true", ""))
             while not responses:
                 await trio.sleep(0.005)
             assert models_of(small) == {"small": 1}

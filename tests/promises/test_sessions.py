@@ -163,6 +163,12 @@ async def test_after_an_update_of_all_workers_sessions_stay_at_their_workers():
         assert clients.answers == homes
 
 
+def place_sessions(opened, worker, *names):
+    """As if an earlier program had placed these sessions."""
+    rows = [(name, worker.url, opened.dataplane.loop.now) for name in names]
+    opened.dataplane.policy.restore_sessions(rows, opened.fleet.find)
+
+
 async def test_queued_sessions_block_no_other_queued_request():
     """Some requests are queued before their worker is updated, others afterwards."""
     config = QUEUED + "max_inflight = 1\n" + BY_SESSIONS
@@ -192,7 +198,7 @@ async def test_queued_sessions_block_no_other_queued_request():
                 await until(lambda before=before: opened.dataplane.queue.waiting > before)
 
         holder, home = "holder", opened.fleet.workers[0]
-        opened.dataplane.policy._sessions.keep("held", home, opened.dataplane.loop.now)
+        place_sessions(opened, home, "held")
         nursery.start_soon(send_one, holder)
         await until(lambda: opened.dataplane.in_flight == 1)
         await queue("held", "free 1", "free 2")
@@ -295,10 +301,8 @@ async def test_the_rebalance_limits_move_sessions_from_a_slow_worker():
         trio.open_nursery() as nursery,
     ):
         home, other = opened.fleet.workers
-        table = opened.dataplane.policy._sessions
         names = [f"s{number}" for number in range(6)]
-        for name in names:
-            table.keep(name, home, opened.dataplane.loop.now)
+        place_sessions(opened, home, *names)
         clients = SessionClients(opened, nursery)
         for number, name in enumerate(names, 1):
             clients.start(name)

@@ -155,9 +155,9 @@ async def test_a_truncated_response_is_detected_by_the_client():
 async def test_the_end_of_a_connection_sends_close_notify():
     async with (
         tls_dataplane(answering(counted(b"{}"))) as opened,
-        secure_client(opened.address) as client,
+        # An unannounced end is an error.
+        secure_client(opened.address, https_compatible=False) as client,
     ):
-        client.secure._https_compatible = False  # an unannounced end would be an error now
         await client.send(post(CHAT, "connection: close"))
         assert (await client.answer()).one("connection") == "close"
         assert await client.receive() == b""

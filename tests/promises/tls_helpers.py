@@ -58,13 +58,21 @@ class SecureClient(Client):
 
 @asynccontextmanager
 async def secure_client(
-    address: str, context: ssl.SSLContext | None = None, name: str = "localhost"
+    address: str,
+    context: ssl.SSLContext | None = None,
+    name: str = "localhost",
+    *,
+    https_compatible: bool = True,
 ) -> AsyncIterator[SecureClient]:
+    """`https_compatible`: the server may close without close_notify; its own is not sent either."""
     host, _, port = address.rpartition(":")
     raw = await trio.open_tcp_stream(host, int(port))
     async with raw:
         secure = trio.SSLStream(
-            raw, context or client_context(), server_hostname=name, https_compatible=True
+            raw,
+            context or client_context(),
+            server_hostname=name,
+            https_compatible=https_compatible,
         )
         with trio.fail_after(30):
             await secure.do_handshake()

@@ -166,6 +166,11 @@ class EventAware(CacheAware):
         else:
             self._sent(worker, requirements, prompt)
 
+    @property
+    def remembered_prompts(self) -> int:
+        """How many prompts' blocks are kept for their repetition."""
+        return len(self._recent)
+
     def maintain(self, now: float) -> None:
         super().maintain(now)
         if self._blocks is not None:

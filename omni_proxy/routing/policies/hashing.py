@@ -48,6 +48,10 @@ class Ring:
         }
         self._points = sorted(self._owner_of)
 
+    def __len__(self) -> int:
+        """The number of points."""
+        return len(self._points)
+
     def from_key(self, key: bytes) -> Iterator[Worker]:
         """Each worker once, clockwise from the key's point."""
         points, count = self._points, len(self._points)
@@ -101,6 +105,11 @@ class Rings:
 
     def __len__(self) -> int:
         return len(self._rings)
+
+    @property
+    def points(self) -> int:
+        """The points of all rings together."""
+        return sum(map(len, self._rings.values()))
 
     def _ring(self, candidates: Sequence[Worker]) -> Ring:
         """The ring of these candidates, or of a larger set: while workers become full and free,

@@ -27,11 +27,16 @@ def send(policy, worker, request):
     return request.prediction
 
 
+def learn(prediction, cached, prompt, sent=0):
+    """As the data plane at the end of a response."""
+    return prediction.learner.learn(prediction, cached, prompt, sent)
+
+
 def respond(policy, worker, request, cached, prompt=TOKENS):
     """Sends the request, and learns from its response."""
     prediction = send(policy, worker, request)
     note_first_byte(prediction)
-    return policy._feedback.learn(prediction, cached, prompt, 0)
+    return learn(prediction, cached, prompt)
 
 
 def held(policy, worker, text):
@@ -113,7 +118,7 @@ def test_a_prompt_sent_later_was_not_evicted():
     respond(policy, worker, chat(SHARED), 0)
     first = send(policy, worker, chat(SECOND))
     send(policy, worker, chat(FIRST))
-    policy._feedback.learn(first, 0, TOKENS, 0)
+    learn(first, 0, TOKENS)
     assert held(policy, worker, FIRST) == 2 * HALF
 
 
@@ -154,7 +159,7 @@ def test_token_ids_and_long_texts_are_compared():
     respond(policy, worker, chat(text), 0)
     prediction = send(policy, worker, chat(text))
     # All of the compared text is cached: half of the prompt, according to the request's length.
-    assert policy._feedback.learn(prediction, 0, 1000, 2 * LIMIT) == 499
+    assert learn(prediction, 0, 1000, 2 * LIMIT) == 499
 
 
 def test_without_feedback_nothing_is_predicted_and_a_reload_switches_it():
@@ -207,7 +212,7 @@ def test_a_prompt_in_flight_without_a_prediction_was_not_evicted():
     assert send(policy, worker, chat(in_flight_text)) is None
     while (differs := send(policy, worker, chat(SECOND))) is None:
         pass
-    policy._feedback.learn(differs, 0, TOKENS, 0)
+    learn(differs, 0, TOKENS)
     respond(policy, worker, chat(SECOND), 0)
     assert held(policy, worker, in_flight_text) == 2 * HALF
 
@@ -216,7 +221,7 @@ def test_after_a_difference_all_responses_are_compared_again():
     policy, worker = agreeing()
     while (differs := send(policy, worker, chat(SECOND))) is None:
         pass
-    policy._feedback.learn(differs, 0, TOKENS, 0)  # older prompts may be in flight
+    learn(differs, 0, TOKENS)  # older prompts may be in flight
     assert respond(policy, worker, chat(SECOND), 0) == TOKENS  # and no later one has a response
     assert held(policy, worker, FIRST) == 2 * HALF
     assert not policy.stats()["corrections"]
@@ -231,7 +236,7 @@ def test_a_worker_that_reports_nothing_is_compared_rarely_until_it_reports():
         send(policy, worker, chat(FIRST)).reports.note_silence()
     followed = [send(policy, worker, chat(FIRST)) for _ in range(SILENT)]
     assert [prediction is not None for prediction in followed] == [False] * (SILENT - 1) + [True]
-    policy._feedback.learn(followed[-1], TOKENS, TOKENS, 0)
+    learn(followed[-1], TOKENS, TOKENS)
     assert all(send(policy, worker, chat(FIRST)) for _ in range(3))
 
 
@@ -310,7 +315,7 @@ class AgainstAnEngine(RuleBasedStateMachine):
         prediction, hits, blocks = self.computed.pop(place)
         tokens = blocks * self.BLOCK
         if prediction is not None:
-            self.policy._feedback.learn(prediction, min(hits * self.BLOCK, tokens - 1), tokens, 0)
+            learn(prediction, min(hits * self.BLOCK, tokens - 1), tokens)
 
     @rule()
     def flush(self):

@@ -118,7 +118,7 @@ def test_the_number_of_remembered_prompts_is_bounded(index):
     exact(index, fleet[0], PROMPT)
     for first in range(2 * RECENT):
         policy.pick(fleet, tokens([first] * 50))
-    assert len(policy._recent) == RECENT
+    assert policy.remembered_prompts == RECENT
 
 
 def test_texts_are_matched_in_the_tree(index):
