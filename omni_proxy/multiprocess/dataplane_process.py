@@ -132,7 +132,7 @@ async def _serve(channel: IpcChannel[ProcessCommand], nursery: trio.Nursery) -> 
             channel.send(AckEvent(applied, process.revision))
 
 
-class LineBuffer:
+class LogLineBuffer:
     """A sink that collects at most `max_bytes` of log lines, and counts those that it drops."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -159,8 +159,8 @@ class LineBatches:
     """The sinks of the three logs, whose lines are sent together."""
 
     def __init__(self, max_bytes: int = QUEUE_BYTES) -> None:
-        self.access, self.route = LineBuffer(max_bytes), LineBuffer(max_bytes)
-        self.spans = LineBuffer(max_bytes)
+        self.access, self.route = LogLineBuffer(max_bytes), LogLineBuffer(max_bytes)
+        self.spans = LogLineBuffer(max_bytes)
 
     def take(self) -> LogLinesEvent | None:
         """The lines since the last call; None if there are none."""

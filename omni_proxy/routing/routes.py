@@ -154,6 +154,7 @@ _CANCEL = Route(
 _EXACT[_SPEECH_STREAM.path] = _SPEECH_STREAM
 MODEL_PATHS = tuple(_EXACT)  # paths without parameters
 DEFAULT_PATH = "/v1/chat/completions"  # of explanations and selections that name none
+ALL_ROUTES = (*_EXACT.values(), _OUTCOME, _VOICE, _RESPONSE, _CANCEL)
 
 
 class MethodNotAllowed(Exception):

@@ -211,7 +211,8 @@ def entry(url, **fields):
 
 def build_api(*entries, key="", folder=NO_FOLDER, startup=None, services=None, **tables):
     """If its `operations` run, they need a `folder` to write to; `startup` has fields of Startup,
-    and `services` further fields of Services and of the records in it."""
+    and `services` further fields of Services and of the records in it, or a function that returns
+    them for the fleet."""
     fleet = Fleet()
     config = Config(workers=entries, **{"admin": AdminConfig(api_key=key), **tables})
     config_store = FakeConfigStore(fleet, config, replace(NO_FLAGS, **(startup or {})))
@@ -225,7 +226,7 @@ def build_api(*entries, key="", folder=NO_FOLDER, startup=None, services=None, *
         instruments=Instruments(fleet, lambda: (0, 0), {}),
         leaving=False,
     )
-    further = dict(services or {})
+    further = dict(services(fleet) if callable(services) else services or {})
 
     def filled(record, **values):
         names = {each.name for each in fields(record)} & further.keys()

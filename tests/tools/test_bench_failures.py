@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tools.bench.data_plane import failed_legs
+from tests.process_group.wait_helpers import wait_until
 from tools.bench.data_plane.failed_legs import CAP_SECS, Engine, Rooms, cell
 
 
@@ -47,7 +47,7 @@ def test_the_engines_respond_once_both_legs_have_the_room(engines):
 def test_a_leg_that_waits_alone_is_held_until_aborted_by_its_rid(engines):
     prefill, _ = engines
     asking, statuses = ask_in_thread(prefill, bootstrap_room=1, rid="a-1")
-    failed_legs._wait(lambda: bool(prefill.rooms.held))
+    wait_until(lambda: bool(prefill.rooms.held))
     assert list(prefill.rooms.held) == [("prefill", "a-1")]
     assert post(prefill, "/abort_request", rid="b") == 200
     assert prefill.rooms.held

@@ -4,7 +4,6 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from tools.bench.harness import simulated_engine
 from tools.bench.harness.simulated_engine import SimulatedEngine
 from tools.bench.sessions import TURNS, make_sessions
 
@@ -18,13 +17,13 @@ def test_a_seed_determines_the_sessions():
         assert prompts == sorted(set(prompts))  # each prompt contains the one before it
 
 
-def run(script):
+def run(script, **options):
     """The engine and the result of `script`, run in virtual time."""
 
     async def main():
-        engine = SimulatedEngine()
+        engine = SimulatedEngine(**options)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(engine._steps)
+            nursery.start_soon(engine.run_steps)
             result = await script(engine)
             nursery.cancel_scope.cancel()
         return engine, result
@@ -35,7 +34,7 @@ def run(script):
 async def turn(engine, session, prompt, answer=10):
     """How many seconds the turn took."""
     began_at = trio.current_time()
-    await engine._generate({"session": session, "prompt_tokens": prompt, "max_tokens": answer})
+    await engine.generate({"session": session, "prompt_tokens": prompt, "max_tokens": answer})
     return trio.current_time() - began_at
 
 
@@ -58,9 +57,7 @@ def test_cached_tokens_are_not_computed_again():
     assert again < first / 2
 
 
-def test_the_cache_evicts_the_least_recently_used_session(monkeypatch):
-    monkeypatch.setattr(simulated_engine, "CACHE_TOKENS", 2100)
-
+def test_the_cache_evicts_the_least_recently_used_session():
     async def script(engine):
         for session in ("a", "b", "a", "c", "b"):
             before = engine.cached_tokens
@@ -68,7 +65,7 @@ def test_the_cache_evicts_the_least_recently_used_session(monkeypatch):
             cached_tokens.append(engine.cached_tokens - before)
 
     cached_tokens = []
-    run(script)
+    run(script, cache_tokens=2100)
     assert cached_tokens == [0, 0, 1000, 0, 0]
 
 

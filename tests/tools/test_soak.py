@@ -1,7 +1,6 @@
 import json
 
 import pytest
-import trio
 
 from tools.soak import report
 from tools.soak.clients import Ledger, _judged
@@ -73,15 +72,11 @@ def test_a_failed_check_is_marked_no():
 
 @pytest.mark.parametrize("kind", HOSTILE)
 async def test_each_hostile_worker_passes_its_health_check(kind, nursery):
-    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    nursery.start_soon(trio.serve_listeners, Worker("w", kind)._connection, [listener])
-    attack = Attack(listener.socket.getsockname()[1])
+    attack = Attack(await nursery.start(Worker("w", kind).serve, 0))
     assert await attack.status(Request("GET", "/health")) == 200
 
 
 async def test_a_request_that_should_be_refused_and_succeeds_is_a_breach(nursery):
-    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    nursery.start_soon(trio.serve_listeners, Worker("w", "spoofs")._connection, [listener])
-    attack = Attack(listener.socket.getsockname()[1])
+    attack = Attack(await nursery.start(Worker("w", "spoofs").serve, 0))
     await attack.refused("a stranger", Request("POST", "/workers"))
     assert attack.breaches == ["a stranger: POST /workers was answered 200"]

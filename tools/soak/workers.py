@@ -36,8 +36,12 @@ class Worker:
         self.running = trio.Event()
         self.running.set()
 
-    async def serve(self, port: int) -> None:
+    async def serve(
+        self, port: int, *, task_status: trio.TaskStatus[int] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Serve until cancelled; reports its port when it accepts connections."""
         (listener,) = await trio.open_tcp_listeners(port, host="127.0.0.1", backlog=1024)
+        task_status.started(listener.socket.getsockname()[1])
         await trio.serve_listeners(self._connection, [listener])
 
     async def _connection(self, stream: trio.SocketStream) -> None:

@@ -90,7 +90,7 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     yield "picker", arguments.picker_parser()
     yield "replica", replica.serve_parser()
     yield "replica fetch", replica.fetch_parser()
-    yield "replica profile", profile._parser()
+    yield "replica profile", profile.parser()
     yield "upgrade", upgrade.parser()
     yield "completion", parser()
 

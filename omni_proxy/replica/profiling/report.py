@@ -315,7 +315,7 @@ def _cell_text(value: object) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     events = read_events(arguments.source, _print_error)
     summary = build_report(events)
     if arguments.format == "json":
@@ -340,7 +340,7 @@ def _print_error(text: str) -> None:
     sys.stderr.write(f"omni-proxy replica profile: {text}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="omni-proxy replica profile",
         description="Report the time of recorded requests by stage and by hop between stages.",

@@ -16,17 +16,14 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 @pytest.fixture
 async def api():
-    services, written = {}, []
-    services["write_audit"] = written.append
+    config, written = parse(""), []
+
+    def services(fleet):
+        plane = DataPlane(fleet, config, admin_socket="/nowhere", sources=Sources(lambda n: 0))
+        picker = PickerService(Picker(plane.services), lambda: config)
+        return {"write_audit": written.append, "picker": picker}
+
     api = build_api(entry(A, model="m"), entry(B, model="n"), services=services)
-    config = parse("")
-    plane = DataPlane(api.fleet, config, admin_socket="/nowhere", sources=Sources(lambda n: 0))
-    service = PickerService(Picker(plane.services), lambda: config)
-    api = build_api(
-        entry(A, model="m"), entry(B, model="n"), services={**services, "picker": service}
-    )
-    plane = DataPlane(api.fleet, config, admin_socket="/nowhere", sources=Sources(lambda n: 0))
-    service._picker = Picker(plane.services)
     api.healthy(A, B)
     api.written = written
     return api

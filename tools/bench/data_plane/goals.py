@@ -5,9 +5,10 @@ reason, and the other parts are still measured.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import TypeAlias
 
 from tools.bench import policies
 from tools.bench.data_plane import process_scaling, two_legs
@@ -76,10 +77,12 @@ class Measuring:
         return proxy(self.command, self.name, secure=secure)
 
 
-def measure_goals(how: Measuring) -> Found:
-    """Takes minutes. Raises BuildError."""
-    found = Found()
-    parts: dict[str, Callable[[Measuring, Found], None]] = {
+Part: TypeAlias = Callable[[Measuring, Found], None]
+
+
+def all_parts() -> dict[str, Part]:
+    """The measurements by name."""
+    return {
         "CPU and latency beside peers": _paired,
         "TLS": _tls,
         "requests in two legs": _two_legs,
@@ -90,7 +93,12 @@ def measure_goals(how: Measuring) -> Found:
         "control requests under load": _admin_latency,
         "a field that is new in each request": _new_field,
     }
-    for name, part in parts.items():
+
+
+def measure_goals(how: Measuring, parts: Mapping[str, Part] | None = None) -> Found:
+    """`parts`: all by default, which takes minutes. Raises BuildError."""
+    found = Found()
+    for name, part in (all_parts() if parts is None else parts).items():
         print(f"{name}:", file=sys.stderr)
         try:
             part(how, found)
@@ -126,7 +134,7 @@ def _loads(names: Sequence[str]) -> list[Load]:
     return [load for load in LOADS if load.name in names]
 
 
-def _ratio_row(what: str, ratios: Sequence[float], goal: float, aim: float | None = None) -> Row:
+def ratio_row(what: str, ratios: Sequence[float], goal: float, aim: float | None = None) -> Row:
     met = median(ratios) <= goal if ratios else None
     aimed = f"<= {aim}" if aim else ""
     return Row(what, report.spread(ratios, 2), f"<= {goal}", aimed, met)
@@ -146,10 +154,10 @@ def _paired(how: Measuring, found: Found) -> None:
             ("unary c=32", 1.6, 1.4), ("stream 17k/s", 1.35, 1.2), ("stream 50k/s", 1.25, 1.1),
         ):  # fmt: skip
             ratios = report.ratios(loads[load], ours.name, haproxy.name)
-            found.rows.append(_ratio_row(f"{TITLES[load]}, by HAProxy", ratios, goal, aim))
+            found.rows.append(ratio_row(f"{TITLES[load]}, by HAProxy", ratios, goal, aim))
     if router is not None:
         ratios = report.ratios(loads["unary c=32"], ours.name, router.name)
-        found.rows.append(_ratio_row(f"{TITLES['unary c=32']}, by {ROUTER}", ratios, 0.35))
+        found.rows.append(ratio_row(f"{TITLES['unary c=32']}, by {ROUTER}", ratios, 0.35))
     found.rows.append(_added(loads["unary c=1"], ours, haproxy, router))
 
 
@@ -206,7 +214,7 @@ def _two_legs(how: Measuring, found: Found) -> None:
         for side, connector in zip(sides[1:], two_legs.CONNECTORS, strict=True):
             what = f"CPU per small POST in two legs, {connector}, by a plain one"
             ratios = report.ratios(rounds, side.name, plain)
-            found.rows.append(_ratio_row(what, ratios, two_legs.GOAL))
+            found.rows.append(ratio_row(what, ratios, two_legs.GOAL))
 
 
 def _many_workers(how: Measuring, found: Found) -> None:
@@ -215,7 +223,7 @@ def _many_workers(how: Measuring, found: Found) -> None:
         # More rounds: the goal is closer to 1 than single rounds are to each other.
         ratios, faults = policies.rounds_of(pair, 3 * how.rounds, how.secs, ports)
     found.faults += faults
-    found.rows.append(_ratio_row(f"{policies.MANY} workers by {policies.FEW}, CPU", ratios, 1.15))
+    found.rows.append(ratio_row(f"{policies.MANY} workers by {policies.FEW}, CPU", ratios, 1.15))
 
 
 def _memory(how: Measuring, found: Found) -> None:
@@ -271,7 +279,7 @@ def _new_field(how: Measuring, found: Found) -> None:
     costs = new_field(how.ours(), 3 * how.rounds, how.secs)
     found.faults += costs.faults
     what = "CPU per small POST with a field new in each, by without"
-    row = _ratio_row(what, costs.ratios, 1.05)
+    row = ratio_row(what, costs.ratios, 1.05)
     beside = f"{median(costs.with_field):.1f} and {median(costs.without):.1f} us"
     found.rows.append(replace(row, beside=beside))
     found.facts[what] = costs.ratios

@@ -51,12 +51,12 @@ def borrowed(name: str) -> Path:
 
 def _make(place: Path, wanted: str) -> None:
     python = str(place / "bin" / "python")
-    _step([sys.executable, "-m", "venv", "--clear", str(place)], wanted, NO_VENV)
+    install_step([sys.executable, "-m", "venv", "--clear", str(place)], wanted, NO_VENV)
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", wanted]
-    _step(pip, wanted, NO_PACKAGE)
+    install_step(pip, wanted, NO_PACKAGE)
 
 
-def _step(argv: list[str], wanted: str, advice: str) -> None:
+def install_step(argv: list[str], wanted: str, advice: str) -> None:
     """Run one step; pip writes its progress to the terminal."""
     try:
         ran = subprocess.run(

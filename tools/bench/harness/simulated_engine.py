@@ -35,7 +35,8 @@ class SimulatedEngine:
     `pace` is real seconds per simulated second; a busy machine needs more than 1.
     """
 
-    def __init__(self, pace: float = 1.0) -> None:
+    def __init__(self, pace: float = 1.0, cache_tokens: int = CACHE_TOKENS) -> None:
+        self._cache_tokens = cache_tokens
         self.pace = pace
         self.url = ""
         self.slowdown = 1.0
@@ -57,7 +58,7 @@ class SimulatedEngine:
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         self.url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._steps)
+            nursery.start_soon(self.run_steps)
             await nursery.start(trio.serve_listeners, self._connection, [listener])
             task_status.started()
 
@@ -67,12 +68,13 @@ class SimulatedEngine:
             while (found := await next_request(stream, rest)) is not None:
                 head, body, rest = found
                 if head.startswith(b"POST"):
-                    await self._generate(json.loads(body))
+                    await self.generate(json.loads(body))
                 await stream.send_all(ANSWER)
         except trio.BrokenResourceError:
             pass  # the proxy has closed it
 
-    async def _generate(self, body: dict[str, str | int]) -> None:
+    async def generate(self, body: dict[str, str | int]) -> None:
+        """Answer one request, with `session`, `prompt_tokens` and `max_tokens`."""
         session, prompt = str(body["session"]), int(body["prompt_tokens"])
         cached = min(self._cache.get(session, 0), prompt)
         self.turns += 1
@@ -84,7 +86,8 @@ class SimulatedEngine:
         self._work.set()
         await generation.done.wait()
 
-    async def _steps(self) -> None:
+    async def run_steps(self) -> None:
+        """Generate for the requests until cancelled."""
         while True:
             await self._work.wait()
             prefilled = self._prefill()
@@ -121,5 +124,5 @@ class SimulatedEngine:
     def _remember(self, ended: _Generation) -> None:
         self._cache[ended.session] = ended.tokens
         self._cache.move_to_end(ended.session)
-        while sum(self._cache.values()) > CACHE_TOKENS and len(self._cache) > 1:
+        while sum(self._cache.values()) > self._cache_tokens and len(self._cache) > 1:
             self._cache.popitem(last=False)

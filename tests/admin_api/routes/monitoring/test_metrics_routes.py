@@ -21,6 +21,7 @@ from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.metrics import RoutePhases, RouteSeries
 from omni_proxy.telemetry.prometheus import CELLS_AT_ONCE, PART, gauges, otel_families
 from tests.admin_api.api_fixture import NOW, SCOPE, A, B, build_api, entry
+from tests.routing.policies.chats import chat
 from tests.telemetry.ends import ended, refused
 from tests.telemetry.lint import names, problems
 
@@ -55,7 +56,8 @@ def busy():
     api.data_plane.policy = build_policy(
         RoutingConfig(policy="cache_aware", sticky_sessions=True), lambda _: 0, 0
     )
-    api.data_plane.policy.inner._branches["hit"] += 1
+    for _ in range(3):
+        api.data_plane.policy.pick([a], chat("a prompt"))
     api.config_store.reloads["refused", "SIGHUP"] += 1
     api.config_store.last_reload = {"outcome": "refused", "at": NOW.isoformat()}
     api.operations.history.ended["/update_weights_from_disk", False] += 1
@@ -203,7 +205,7 @@ async def test_requests_are_counted_by_route_model_worker_status_and_end(busy):
             "omni_proxy_weight_operations_total",
             {("/update_weights_from_disk", "failed"): 1},
         ),
-        ("omni_proxy_policy_picks_total", {("hit",): 1}),
+        ("omni_proxy_policy_picks_total", {("smallest_tree",): 1, ("matched",): 2}),
         ("omni_proxy_queue_seconds_count", {("/v1/chat/completions",): 1}),
     ],
 )
