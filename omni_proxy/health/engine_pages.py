@@ -45,6 +45,7 @@ SERVER_INFO: Final = EnginePage(
 METRICS: Final = EnginePage(("/metrics",), 15.0, 8 * 1024 * 1024)
 MODELS: Final = EnginePage(("/v1/models",), 5.0, 4 * 1024 * 1024)
 
+CallWorker: TypeAlias = Callable[[Worker, Call], Awaitable[CallResult]]
 Fetch: TypeAlias = Callable[[EnginePage], Awaitable[CallResult]]
 
 
@@ -75,10 +76,11 @@ class PageReader:
 class _Round:
     """The calls to one worker for one trigger."""
 
-    __slots__ = ("_calls", "_worker")
+    __slots__ = ("_call_worker", "_calls", "_worker")
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, call_worker: CallWorker) -> None:
         self._worker = worker
+        self._call_worker = call_worker
         self._calls: dict[EnginePage, _SharedCall] = {}  # those in progress
 
     async def fetch(self, page: EnginePage, slots: trio.CapacityLimiter) -> CallResult:
@@ -90,11 +92,24 @@ class _Round:
         self._calls[page] = call = _SharedCall()
         try:
             async with slots:
-                call.result = await _get(self._worker, page)
+                call.result = await self._get(page)
             return call.result
         finally:
             del self._calls[page]
             call.ended.set()
+
+    async def _get(self, page: EnginePage) -> CallResult:
+        """The reply of the first target that the engine has; the last one's 404 if it has none."""
+        *first, last = page.targets
+        for target in first:
+            result = await self._call(page, target)
+            if result.status not in ROUTE_ABSENT:
+                return result
+        return await self._call(page, last)
+
+    async def _call(self, page: EnginePage, target: str) -> CallResult:
+        call = Call("GET", target, timeout_secs=page.timeout_secs, max_bytes=page.max_bytes)
+        return await self._call_worker(self._worker, call)
 
 
 class _SharedCall:
@@ -117,10 +132,13 @@ class _PageTask:
 
 
 class EnginePages:
-    """`run` reads for all `readers`; `refresh` reads now."""
+    """`run` reads for all `readers`; `refresh` reads now. `call`: makes a call to a worker."""
 
-    def __init__(self, fleet: Fleet, readers: Sequence[PageReader]) -> None:
+    def __init__(
+        self, fleet: Fleet, readers: Sequence[PageReader], call: CallWorker = call_worker
+    ) -> None:
         self._fleet = fleet
+        self._call_worker = call
         self._readers = readers
         self._nursery: trio.Nursery | None = None
         self._tasks: dict[tuple[Worker, PageReader], _PageTask] = {}
@@ -158,7 +176,7 @@ class EnginePages:
                 and (worker, reader) not in self._tasks
             ]
             if unread:
-                round_ = _Round(worker)
+                round_ = self._round_of(worker)
                 for reader in unread:
                     self._start_task(worker, reader, round_)
 
@@ -170,11 +188,17 @@ class EnginePages:
 
     def restart(self, reader: PageReader) -> list[_PageTask]:
         """Read the pages of all workers that the reader needs now, and at its intervals."""
-        begun = [self._start_task(worker, reader, _Round(worker)) for worker in self._fleet.workers]
+        begun = [
+            self._start_task(worker, reader, self._round_of(worker))
+            for worker in self._fleet.workers
+        ]
         return [task for task in begun if task is not None]
 
+    def _round_of(self, worker: Worker) -> _Round:
+        return _Round(worker, self._call_worker)
+
     def _start_all(self, worker: Worker) -> None:
-        round_ = _Round(worker)
+        round_ = self._round_of(worker)
         for reader in self._readers:
             self._start_task(worker, reader, round_)
 
@@ -222,21 +246,6 @@ class EnginePages:
             if self._tasks.get((worker, reader)) is task:
                 del self._tasks[worker, reader]
                 reader.end(worker)
-
-
-async def _get(worker: Worker, page: EnginePage) -> CallResult:
-    """The reply of the first target that the engine has; the last one's 404 if it has none."""
-    *first, last = page.targets
-    for target in first:
-        result = await _call(worker, page, target)
-        if result.status not in ROUTE_ABSENT:
-            return result
-    return await _call(worker, page, last)
-
-
-async def _call(worker: Worker, page: EnginePage, target: str) -> CallResult:
-    call = Call("GET", target, timeout_secs=page.timeout_secs, max_bytes=page.max_bytes)
-    return await call_worker(worker, call)
 
 
 def was_reached(result: CallResult) -> bool:

@@ -18,7 +18,7 @@ from omni_proxy.config.state import SavedVoices
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.health.engine_pages import MAX_RETRY_SECS, RETRY_SECS
+from omni_proxy.health.engine_pages import MAX_RETRY_SECS, RETRY_SECS, CallWorker
 from omni_proxy.shared.backoff import Backoff
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, CallResult, call_worker
 
@@ -34,9 +34,17 @@ SaveVoices = Callable[[SavedVoices], Awaitable[None]]
 
 
 class VoiceList:
-    """Keeps the registry up to date; `save` writes the owner and the names to disk."""
+    """Keeps the registry up to date; `save` writes the owner and the names to disk. `call`: makes a
+    call to a worker."""
 
-    def __init__(self, fleet: Fleet, registry: VoiceRegistry, save: SaveVoices) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        registry: VoiceRegistry,
+        save: SaveVoices,
+        call: CallWorker = call_worker,
+    ) -> None:
+        self._call_worker = call
         self._fleet = fleet
         self._registry = registry
         self._save_voices = save
@@ -65,7 +73,7 @@ class VoiceList:
         """Read the names; returns whether the registry has the newest list now."""
         generation = self._registry.generation
         call = Call("GET", TARGET, timeout_secs=TIMEOUT_SECS, max_bytes=MAX_BYTES)
-        result = await call_worker(owner, call)
+        result = await self._call_worker(owner, call)
         try:
             names = parse_voice_names(result)
         except ValueError as error:

@@ -5,7 +5,6 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from omni_proxy.health import engine_pages
 from omni_proxy.health.adapter_list import (
     MAX_ADAPTERS,
     REFRESH_SECS,
@@ -55,26 +54,29 @@ def test_the_number_of_adapters_is_bounded():
     assert len(reported_adapters(result_of(cards), None)) == 3 * MAX_ADAPTERS
 
 
-@pytest.fixture
-def replies(monkeypatch):
-    """The model cards of each worker, by URL; under "calls", the URLs that were called."""
-    cards_by_url, calls = {}, []
+class Replies(dict):
+    """The model cards of each worker, by URL; `calls`: the URLs that were called."""
 
-    async def call_worker(worker, call):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    async def call(self, worker, call):
         await trio.lowlevel.checkpoint()
-        calls.append(worker.url)
-        cards = cards_by_url.get(worker.url)
+        self.calls.append(worker.url)
+        cards = self.get(worker.url)
         return result_of(cards) if cards is not None else result_of(b"", 503)
 
-    monkeypatch.setattr(engine_pages, "call_worker", call_worker)
-    cards_by_url["calls"] = calls
-    return cards_by_url
+
+@pytest.fixture
+def replies():
+    return Replies()
 
 
-async def start_reader(nursery, *entries):
+async def start_reader(nursery, replies, *entries):
     fleet = fleet_of(*entries, healthy=False)
     adapters = AdapterList(fleet)
-    pages = EnginePages(fleet, [adapters])
+    pages = EnginePages(fleet, [adapters], replies.call)
     await nursery.start(pages.run)
     return fleet, partial(pages.refresh, adapters)
 
@@ -82,20 +84,23 @@ async def start_reader(nursery, *entries):
 async def test_the_list_is_read_when_a_worker_with_auto_becomes_healthy(nursery, replies):
     replies["http://a:1"] = [BASE, LORA]
     fleet, _ = await start_reader(
-        nursery, entry("a", model="base", loras="auto"), entry("b", model="base", loras=("x",))
+        nursery,
+        replies,
+        entry("a", model="base", loras="auto"),
+        entry("b", model="base", loras=("x",)),
     )
-    assert replies["calls"] == []
+    assert replies.calls == []
     for worker in fleet.workers:
         heal(fleet, worker)
     await wait_all_tasks_blocked()
-    assert set(replies["calls"]) == {"http://a:1"}
+    assert set(replies.calls) == {"http://a:1"}
     assert [w.display_id for w in fleet.candidates("sql", 0)] == ["a:1"]
     assert [w.display_id for w in fleet.candidates("x", 0)] == ["b:1"]
 
 
 async def test_the_list_is_read_again_after_a_restart(nursery, replies):
     replies["http://a:1"] = [BASE, LORA]
-    fleet, _ = await start_reader(nursery, entry("a", model="base", loras="auto"))
+    fleet, _ = await start_reader(nursery, replies, entry("a", model="base", loras="auto"))
     (worker,) = fleet.workers
     heal(fleet, worker)
     await wait_all_tasks_blocked()
@@ -108,7 +113,7 @@ async def test_the_list_is_read_again_after_a_restart(nursery, replies):
 
 async def test_a_failed_read_keeps_the_known_list_and_is_repeated(nursery, replies, autojump_clock):
     replies["http://a:1"] = [BASE, LORA]
-    fleet, _ = await start_reader(nursery, entry("a", model="base", loras="auto"))
+    fleet, _ = await start_reader(nursery, replies, entry("a", model="base", loras="auto"))
     (worker,) = fleet.workers
     heal(fleet, worker)
     await trio.sleep(0.1)
@@ -125,7 +130,7 @@ async def test_an_adapter_that_the_engine_loads_later_is_found_at_a_refresh(
     nursery, replies, autojump_clock
 ):
     replies["http://a:1"] = [BASE]
-    fleet, _ = await start_reader(nursery, entry("a", model="base", loras="auto"))
+    fleet, _ = await start_reader(nursery, replies, entry("a", model="base", loras="auto"))
     heal(fleet, fleet.workers[0])
     await trio.sleep(0.1)
     replies["http://a:1"] = [BASE, LORA]
@@ -135,7 +140,7 @@ async def test_an_adapter_that_the_engine_loads_later_is_found_at_a_refresh(
 
 async def test_a_refresh_returns_after_the_list_is_read(nursery, replies):
     replies["http://a:1"] = [BASE]
-    fleet, refresh = await start_reader(nursery, entry("a", model="base", loras="auto"))
+    fleet, refresh = await start_reader(nursery, replies, entry("a", model="base", loras="auto"))
     heal(fleet, fleet.workers[0])
     await wait_all_tasks_blocked()
     replies["http://a:1"] = [BASE, LORA]

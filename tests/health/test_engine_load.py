@@ -4,7 +4,6 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from omni_proxy.health import engine_pages
 from omni_proxy.health.engine_pages import EnginePages
 from omni_proxy.health.engine_readers import SILENT_SECS, EngineLoadReader
 from omni_proxy.upstream_http.client import CallResult
@@ -24,16 +23,15 @@ def records(**load):
 class PolledEngine:
     """A fleet of one engine; `replies` by path, None for no connection; `calls`: the paths called."""
 
-    def __init__(self, monkeypatch, nursery):
+    def __init__(self, nursery):
         self.replies, self.calls, self.poll_secs = {}, [], 1.0
         self.nursery = nursery
-        monkeypatch.setattr(engine_pages, "call_worker", self._call)
 
     async def start(self, **fields):
         self.fleet = fleet_of(entry("a", **fields), healthy=False)
         (self.worker,) = self.fleet.workers
         self.reader = EngineLoadReader(self.fleet, lambda: self.poll_secs, trio.current_time)
-        self.pages = EnginePages(self.fleet, [self.reader])
+        self.pages = EnginePages(self.fleet, [self.reader], self._call)
         await self.nursery.start(self.pages.run)
         heal(self.fleet, self.worker)
 
@@ -50,8 +48,8 @@ class PolledEngine:
 
 
 @pytest.fixture
-def polled(monkeypatch, nursery):
-    return PolledEngine(monkeypatch, nursery)
+def polled(nursery):
+    return PolledEngine(nursery)
 
 
 @pytest.mark.parametrize(

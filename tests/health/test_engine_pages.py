@@ -4,7 +4,6 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from omni_proxy.health import engine_pages
 from omni_proxy.health.engine_pages import METRICS, SERVER_INFO, EnginePages, PageReader
 from omni_proxy.upstream_http.client import CallResult
 from tests.fleet.entries import NOW, entry, fleet_of, heal
@@ -13,13 +12,12 @@ from tests.fleet.entries import NOW, entry, fleet_of, heal
 class Engine:
     """Records the paths of calls in `calls`; each call waits for `gate`, which is open at first."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self):
         self.calls, self.status = [], 200
         self.gate = trio.Event()
         self.gate.set()
-        monkeypatch.setattr(engine_pages, "call_worker", self._call)
 
-    async def _call(self, worker, call):
+    async def call(self, worker, call):
         self.calls.append(call.target)
         number = len(self.calls)
         await self.gate.wait()
@@ -49,20 +47,20 @@ class Reader(PageReader):
 
 
 @pytest.fixture
-def engine(monkeypatch):
-    return Engine(monkeypatch)
+def engine():
+    return Engine()
 
 
-async def start_pages(nursery, *readers):
+async def start_pages(nursery, engine, *readers):
     fleet = fleet_of(entry("a"), healthy=False)
-    pages = EnginePages(fleet, readers)
+    pages = EnginePages(fleet, readers, engine.call)
     await nursery.start(pages.run)
     return fleet, fleet.workers[0], pages
 
 
 async def test_readers_that_need_the_same_page_at_once_share_one_call(nursery, engine):
     first, second = Reader(SERVER_INFO), Reader(SERVER_INFO, METRICS)
-    fleet, worker, _ = await start_pages(nursery, first, second)
+    fleet, worker, _ = await start_pages(nursery, engine, first, second)
     heal(fleet, worker)
     await wait_all_tasks_blocked()
     assert engine.calls == ["/server_info?config_format=json", "/metrics"]
@@ -72,7 +70,7 @@ async def test_readers_that_need_the_same_page_at_once_share_one_call(nursery, e
 async def test_a_page_that_was_requested_before_a_change_is_not_used(nursery, engine):
     engine.gate = trio.Event()
     reader = Reader(SERVER_INFO)
-    fleet, worker, _ = await start_pages(nursery, reader)
+    fleet, worker, _ = await start_pages(nursery, engine, reader)
     heal(fleet, worker)
     await wait_all_tasks_blocked()
     fleet.cache_cleared(worker)
@@ -86,7 +84,7 @@ async def test_a_page_that_was_requested_before_a_change_is_not_used(nursery, en
 async def test_a_restarted_reader_does_not_lose_the_page_of_another(nursery, engine, index):
     engine.gate = trio.Event()
     readers = Reader(SERVER_INFO), Reader(SERVER_INFO)  # either may make the call
-    fleet, worker, pages = await start_pages(nursery, *readers)
+    fleet, worker, pages = await start_pages(nursery, engine, *readers)
     heal(fleet, worker)
     await wait_all_tasks_blocked()
     nursery.start_soon(pages.refresh, readers[index])
@@ -100,7 +98,7 @@ async def test_a_restarted_reader_does_not_lose_the_page_of_another(nursery, eng
 async def test_a_reader_that_no_longer_wants_a_worker_gets_no_page_of_it(nursery, engine):
     engine.gate = trio.Event()
     reader = Reader(SERVER_INFO)
-    fleet, worker, _ = await start_pages(nursery, reader)
+    fleet, worker, _ = await start_pages(nursery, engine, reader)
     heal(fleet, worker)
     await wait_all_tasks_blocked()
     reader.wanted = False
@@ -111,7 +109,7 @@ async def test_a_reader_that_no_longer_wants_a_worker_gets_no_page_of_it(nursery
 
 async def test_a_removed_worker_is_not_called_again(nursery, engine, autojump_clock):
     reader = Reader(METRICS, refresh_secs=5)
-    fleet, worker, _ = await start_pages(nursery, reader)
+    fleet, worker, _ = await start_pages(nursery, engine, reader)
     heal(fleet, worker)
     await trio.sleep(11)
     assert len(engine.calls) == 3
@@ -125,7 +123,7 @@ async def test_failed_reads_are_repeated_with_backoff_and_successful_ones_refres
 ):
     engine.status = 500
     reader = Reader(METRICS, refresh_secs=100)
-    fleet, worker, _ = await start_pages(nursery, reader)
+    fleet, worker, _ = await start_pages(nursery, engine, reader)
     heal(fleet, worker)
     await trio.sleep(8)  # at 0, 1, 3, 7
     assert len(engine.calls) == 4
@@ -138,7 +136,7 @@ async def test_failed_reads_are_repeated_with_backoff_and_successful_ones_refres
 
 async def test_a_refresh_ends_when_the_call_has_succeeded_or_failed(nursery, engine):
     reader = Reader(METRICS)
-    fleet, worker, pages = await start_pages(nursery, reader)
+    fleet, worker, pages = await start_pages(nursery, engine, reader)
     await pages.refresh(reader)  # no worker is healthy
     heal(fleet, worker)
     await wait_all_tasks_blocked()
@@ -151,7 +149,7 @@ async def test_each_reader_is_ended_with_the_service(engine):
     engine.gate = trio.Event()
     reader = Reader(METRICS)
     async with trio.open_nursery() as nursery:
-        fleet, worker, _ = await start_pages(nursery, reader)
+        fleet, worker, _ = await start_pages(nursery, engine, reader)
         heal(fleet, worker)
         await wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()

@@ -4,7 +4,6 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from omni_proxy.health import engine_pages
 from omni_proxy.health.engine_pages import EnginePages
 from omni_proxy.health.engine_readers import EngineRanks, ranks_of_info, ranks_of_metrics
 from omni_proxy.upstream_http.client import CallResult
@@ -49,12 +48,11 @@ def test_the_ranks_of_vllm_are_counted_in_its_metrics():
 class Engine:
     """A fake engine: `replies` by path; `calls`: the paths called."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self):
         self.replies = {}
         self.calls = []
-        monkeypatch.setattr(engine_pages, "call_worker", self._call)
 
-    async def _call(self, worker, call):
+    async def call(self, worker, call):
         await trio.lowlevel.checkpoint()
         path = call.target.partition("?")[0]
         self.calls.append(path)
@@ -65,19 +63,19 @@ class Engine:
 
 
 @pytest.fixture
-def engine(monkeypatch):
-    return Engine(monkeypatch)
+def engine():
+    return Engine()
 
 
-async def start_reader(nursery, *entries):
+async def start_reader(nursery, engine, *entries):
     fleet = fleet_of(*entries, healthy=False)
-    await nursery.start(EnginePages(fleet, [EngineRanks(fleet)]).run)
+    await nursery.start(EnginePages(fleet, [EngineRanks(fleet)], engine.call).run)
     return fleet, fleet.workers[0]
 
 
 async def test_a_worker_that_becomes_healthy_is_called_once(nursery, engine):
     engine.replies["/server_info"] = (200, SGLANG)
-    fleet, worker = await start_reader(nursery, entry("a", ranks="auto"), entry("b"))
+    fleet, worker = await start_reader(nursery, engine, entry("a", ranks="auto"), entry("b"))
     await wait_all_tasks_blocked()
     assert engine.calls == []
     heal(fleet, worker)
@@ -105,7 +103,7 @@ async def test_the_ranks_are_read_from_any_route_that_the_engine_has(
     nursery, engine, replies, ranks
 ):
     engine.replies = replies
-    fleet, worker = await start_reader(nursery, entry("a", ranks="auto"))
+    fleet, worker = await start_reader(nursery, engine, entry("a", ranks="auto"))
     heal(fleet, worker)
     await wait_all_tasks_blocked()
     assert worker.rank_count == worker.reported_ranks == ranks
@@ -113,7 +111,7 @@ async def test_the_ranks_are_read_from_any_route_that_the_engine_has(
 
 async def test_a_worker_that_returns_is_called_again(nursery, engine):
     engine.replies["/server_info"] = (200, SGLANG)
-    fleet, worker = await start_reader(nursery, entry("a", ranks="auto"))
+    fleet, worker = await start_reader(nursery, engine, entry("a", ranks="auto"))
     heal(fleet, worker)
     await wait_all_tasks_blocked()
     engine.replies["/server_info"] = (200, b'{"dp_size": 2}')
@@ -132,7 +130,7 @@ async def test_a_worker_that_returns_is_called_again(nursery, engine):
 
 async def test_a_change_to_auto_calls_a_healthy_worker(nursery, engine):
     engine.replies["/server_info"] = (200, SGLANG)
-    fleet, worker = await start_reader(nursery, entry("a", ranks=2))
+    fleet, worker = await start_reader(nursery, engine, entry("a", ranks=2))
     heal(fleet, worker)
     fleet.apply([entry("a", ranks="auto")], NOW + timedelta(1))
     await wait_all_tasks_blocked()
@@ -144,7 +142,7 @@ async def test_a_failed_call_is_repeated_while_the_worker_is_healthy(
 ):
     assert isinstance(autojump_clock, MockClock)
     engine.replies = {"/server_info": None, "/metrics": (503, b"")}
-    fleet, worker = await start_reader(nursery, entry("a", ranks="auto"))
+    fleet, worker = await start_reader(nursery, engine, entry("a", ranks="auto"))
     heal(fleet, worker)
     await trio.sleep(10)
     calls = len(engine.calls)
@@ -161,7 +159,7 @@ async def test_a_failed_call_is_repeated_while_the_worker_is_healthy(
 async def test_a_removed_worker_is_not_called_again(nursery, engine, autojump_clock):
     assert isinstance(autojump_clock, MockClock)
     engine.replies = {"/server_info": None, "/metrics": None}
-    fleet, worker = await start_reader(nursery, entry("a", ranks="auto"))
+    fleet, worker = await start_reader(nursery, engine, entry("a", ranks="auto"))
     heal(fleet, worker)
     await trio.sleep(3)
     fleet.apply([], NOW)

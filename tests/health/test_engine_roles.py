@@ -3,7 +3,6 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from omni_proxy.fleet.cordon_reasons import ROLE_CORDON
-from omni_proxy.health import engine_pages
 from omni_proxy.health.engine_pages import MAX_RETRY_SECS, EnginePages
 from omni_proxy.health.engine_readers import EngineRoles, bootstrap_port_of_info, role_of_info
 from omni_proxy.upstream_http.client import CallResult
@@ -50,14 +49,13 @@ def test_an_invalid_bootstrap_port_is_none(value, port):
 class Engine:
     """A fake engine: `replies` by path; `calls`: worker and path of each; `gate` delays replies."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self):
         self.replies = {"/server_info": (200, b'{"disaggregation_mode": "prefill"}')}
         self.calls = []
         self.gate = trio.Event()
         self.gate.set()
-        monkeypatch.setattr(engine_pages, "call_worker", self._call)
 
-    async def _call(self, worker, call):
+    async def call(self, worker, call):
         path = call.target.partition("?")[0]
         self.calls.append((worker.display_id, path))
         await self.gate.wait()
@@ -68,18 +66,18 @@ class Engine:
 
 
 @pytest.fixture
-def engine(monkeypatch):
-    return Engine(monkeypatch)
+def engine():
+    return Engine()
 
 
-async def start_reader(nursery, *entries):
+async def start_reader(nursery, engine, *entries):
     fleet = fleet_of(*entries, healthy=False)
-    await nursery.start(EnginePages(fleet, [EngineRoles(fleet)]).run)
+    await nursery.start(EnginePages(fleet, [EngineRoles(fleet)], engine.call).run)
     return fleet, fleet.workers
 
 
 async def test_the_role_is_read_when_a_worker_without_one_becomes_healthy(nursery, engine):
-    fleet, (a, b) = await start_reader(nursery, entry("a"), entry("b", role="decode"))
+    fleet, (a, b) = await start_reader(nursery, engine, entry("a"), entry("b", role="decode"))
     await wait_all_tasks_blocked()
     assert engine.calls == []
     heal(fleet, a)
@@ -91,7 +89,7 @@ async def test_the_role_is_read_when_a_worker_without_one_becomes_healthy(nurser
 
 async def test_the_role_of_an_older_engine_is_read_by_the_old_path(nursery, engine):
     engine.replies = {"/get_server_info": (200, b'{"disaggregation_mode": "decode"}')}
-    fleet, (a,) = await start_reader(nursery, entry("a"))
+    fleet, (a,) = await start_reader(nursery, engine, entry("a"))
     heal(fleet, a)
     await wait_all_tasks_blocked()
     assert a.role == "decode"
@@ -99,14 +97,14 @@ async def test_the_role_of_an_older_engine_is_read_by_the_old_path(nursery, engi
 
 async def test_an_engine_without_the_route_is_regular_and_called_once(nursery, engine):
     engine.replies = {}
-    fleet, (a,) = await start_reader(nursery, entry("a"))
+    fleet, (a,) = await start_reader(nursery, engine, entry("a"))
     heal(fleet, a)
     await wait_all_tasks_blocked()
     assert (a.role, a.routable, len(engine.calls)) == ("regular", True, 2)
 
 
 async def test_the_role_is_read_again_after_a_restart(nursery, engine):
-    fleet, (a,) = await start_reader(nursery, entry("a"))
+    fleet, (a,) = await start_reader(nursery, engine, entry("a"))
     heal(fleet, a)
     await wait_all_tasks_blocked()
     engine.replies["/server_info"] = (200, b"{}")
@@ -116,7 +114,7 @@ async def test_the_role_is_read_again_after_a_restart(nursery, engine):
 
 
 async def test_with_pools_a_worker_is_not_routable_until_its_role_is_known(nursery, engine):
-    fleet, (a, _d) = await start_reader(nursery, entry("a"), entry("d", role="decode"))
+    fleet, (a, _d) = await start_reader(nursery, engine, entry("a"), entry("d", role="decode"))
     engine.gate = trio.Event()
     heal(fleet, a)
     await wait_all_tasks_blocked()
@@ -127,7 +125,7 @@ async def test_with_pools_a_worker_is_not_routable_until_its_role_is_known(nurse
 
 
 async def test_without_pools_a_worker_is_routable_at_once(nursery, engine):
-    fleet, (a,) = await start_reader(nursery, entry("a"))
+    fleet, (a,) = await start_reader(nursery, engine, entry("a"))
     engine.gate = trio.Event()
     heal(fleet, a)
     await wait_all_tasks_blocked()
@@ -138,7 +136,7 @@ async def test_an_unreachable_engine_is_regular_and_called_again(
     nursery, engine, autojump_clock: MockClock
 ):
     engine.replies["/server_info"] = None
-    fleet, (a, _d) = await start_reader(nursery, entry("a"), entry("d", role="decode"))
+    fleet, (a, _d) = await start_reader(nursery, engine, entry("a"), entry("d", role="decode"))
     heal(fleet, a)
     await trio.sleep(0.5)
     assert (a.role, a.routable) == ("regular", True)
@@ -148,7 +146,7 @@ async def test_an_unreachable_engine_is_regular_and_called_again(
 
 
 async def test_a_role_that_is_configured_during_the_call_has_precedence(nursery, engine):
-    fleet, (a,) = await start_reader(nursery, entry("a"))
+    fleet, (a,) = await start_reader(nursery, engine, entry("a"))
     engine.gate = trio.Event()
     heal(fleet, a)
     await wait_all_tasks_blocked()
@@ -159,7 +157,7 @@ async def test_a_role_that_is_configured_during_the_call_has_precedence(nursery,
 
 
 async def test_the_role_of_a_removed_worker_is_dropped(nursery, engine):
-    fleet, (a,) = await start_reader(nursery, entry("a"))
+    fleet, (a,) = await start_reader(nursery, engine, entry("a"))
     engine.gate = trio.Event()
     heal(fleet, a)
     await wait_all_tasks_blocked()
@@ -170,7 +168,7 @@ async def test_the_role_of_a_removed_worker_is_dropped(nursery, engine):
 
 
 async def test_the_role_is_read_when_it_is_no_longer_configured(nursery, engine):
-    fleet, (a,) = await start_reader(nursery, entry("a", role="regular"))
+    fleet, (a,) = await start_reader(nursery, engine, entry("a", role="regular"))
     heal(fleet, a)
     await wait_all_tasks_blocked()
     assert engine.calls == []
@@ -180,7 +178,7 @@ async def test_the_role_is_read_when_it_is_no_longer_configured(nursery, engine)
 
 
 async def test_a_flushed_cache_does_not_take_a_worker_out_of_rotation(nursery, engine):
-    fleet, (a, _d) = await start_reader(nursery, entry("a"), entry("d", role="decode"))
+    fleet, (a, _d) = await start_reader(nursery, engine, entry("a"), entry("d", role="decode"))
     heal(fleet, a)
     await wait_all_tasks_blocked()
     engine.gate = trio.Event()
@@ -201,7 +199,7 @@ PREFILL = (200, b'{"disaggregation_mode": "prefill", "disaggregation_bootstrap_p
 )
 async def test_the_bootstrap_port_is_read_if_none_is_configured(nursery, engine, settings, port):
     engine.replies["/server_info"] = PREFILL
-    fleet, (a,) = await start_reader(nursery, entry("a", **settings))
+    fleet, (a,) = await start_reader(nursery, engine, entry("a", **settings))
     heal(fleet, a)
     await wait_all_tasks_blocked()
     assert (a.role, a.bootstrap_port) == ("prefill", port)

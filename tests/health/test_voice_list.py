@@ -3,7 +3,6 @@ import trio
 
 from omni_proxy.config.state import SavedVoices
 from omni_proxy.fleet.voice_registry import VoiceRegistry
-from omni_proxy.health import voice_list
 from omni_proxy.health.voice_list import REFRESH_SECS, VoiceList, parse_voice_names
 from omni_proxy.upstream_http.client import CallResult
 
@@ -48,18 +47,17 @@ def test_a_response_without_a_list_is_an_error_with_a_reason(result, reason):
 class VoiceOwner:
     """A worker that stores voices; `calls` has the times when the list was read."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self):
         self.registry = VoiceRegistry()
         self.fleet = {OWNER: object()}
         self.names, self.calls, self.saved = ["bob"], [], []
         self.during_read = lambda: None
-        monkeypatch.setattr(voice_list, "call_worker", self._call)
 
     def find(self, url):
         worker = self.fleet.get(url)
         return worker and type("Found", (), {"url": url})()
 
-    async def _call(self, worker, call):
+    async def call(self, worker, call):
         self.calls.append(trio.current_time())
         await trio.sleep(1)
         self.during_read()
@@ -76,9 +74,9 @@ class VoiceOwner:
 
 
 @pytest.fixture
-async def owner(monkeypatch, nursery):
-    owner = VoiceOwner(monkeypatch)
-    await nursery.start(VoiceList(owner, owner.registry, owner.save).run)
+async def owner(nursery):
+    owner = VoiceOwner()
+    await nursery.start(VoiceList(owner, owner.registry, owner.save, owner.call).run)
     return owner
 
 
