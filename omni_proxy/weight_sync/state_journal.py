@@ -135,8 +135,8 @@ class StateJournal:
         self._operation: JournalEntry | None = None
         self._sync: JournalEntry | None = None
         self.rollout: RolloutState | None = None  # a rollout that has not ended
-        # Members and name of a group whose sync was interrupted by the end of the proxy.
-        self.leftover_members: tuple[str, ...] = ()
+        # Participants and name of a group whose sync was interrupted by the end of the proxy.
+        self.leftover_participants: tuple[str, ...] = ()
         self.leftover_group = ""
         self._write_lock = trio.Lock()
         self.uncertain: dict[str, str] = {}
@@ -154,7 +154,7 @@ class StateJournal:
             self.paused_engines, self._pauses = set(journal.pauses), dict(journal.pauses)
             self.rollout = journal.rollout
             if journal.sync is not None:
-                self.leftover_members = journal.sync.targets
+                self.leftover_participants = journal.sync.targets
                 self.leftover_group = journal.sync.operation
         except UnreadableJournal as error:
             self.readable = False

@@ -203,7 +203,7 @@ class WeightOperations:
         return OperationRunner(self._context, call, operation)
 
     async def _sync_step(self, call: AdminCall) -> AdminResponse:
-        """A step of a weight sync, over all members of the group."""
+        """A step of a weight sync, over all participants of the group."""
         if (stored := self.sync.stored_response(call)) is not None:
             return stored
         await self.sync.before_step(call)

@@ -5,7 +5,7 @@ import trio
 
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.upstream_http import client
-from omni_proxy.weight_sync.sync import member, steps, transfer_steps, watchdog
+from omni_proxy.weight_sync.sync import participant, steps, transfer_steps, watchdog
 from tests.admin_api.api_fixture import A, B
 from tests.process_group.trainer_pool import pool
 from tests.weight_sync.operation_fixture import GatedEngines, api_with
@@ -67,11 +67,11 @@ async def store():
 def trainer_with(engines, folder, nursery, store, listening, monkeypatch):
     """A function that starts a proxy with the given settings, and a trainer.
 
-    After a failed step the other members are awaited for tenths of a second, not for seconds.
+    After a failed step the other participants are awaited for tenths of a second, not for seconds.
     """
     for module in (steps, transfer_steps):
         monkeypatch.setattr(module, "GRACE_SECS", 0.3)
-    monkeypatch.setattr(member, "LATE_SECS", 0.2)
+    monkeypatch.setattr(participant, "LATE_SECS", 0.2)
 
     async def begin(**settings):
         api = sync_api(folder, **settings)

@@ -236,7 +236,7 @@ def _syncs(now: SyncState, meters: SyncMetrics) -> Iterator[Metric]:
     aborts = [((cause,), count) for cause, count in meters.aborts.items()]
     text = "Grouped syncs that were ended from outside"
     yield from counters("weight_sync_aborts", text, ("why",), aborts)
-    yield total("weight_sync_bytes", "Bytes that members of the groups received", meters.nbytes)
+    yield total("weight_sync_bytes", "Bytes that participants of groups received", meters.nbytes)
 
 
 def _itself(services: Services) -> Iterator[Metric]:

@@ -33,7 +33,7 @@ from omni_proxy.process_group.sender import Sender
 from omni_proxy.process_group.tensor_plan import TensorPlan, parse_plans
 from omni_proxy.weight_sync.delivery.deliver import NO_LIMIT_SECS, BlockingCalls
 from omni_proxy.weight_sync.delivery.prefetch import IncomingVersion
-from omni_proxy.weight_sync.protocol.member_reports import FAILED, RECEIVING, ReceiveProgress
+from omni_proxy.weight_sync.protocol.participant_reports import FAILED, RECEIVING, ReceiveProgress
 from omni_proxy.weight_sync.protocol.requests import parse_group_name, parse_object
 from omni_proxy.weight_sync.store.draft import Draft
 from omni_proxy.weight_sync.store.manifest import SafetensorsError, StoredVersion
@@ -48,10 +48,13 @@ _log = logging.getLogger(__name__)
 
 
 class ProxyRank:
-    """The proxy as a Member of a sync (sync/member.py). `settings()`: current configuration."""
+    """The proxy as a Participant of a sync (sync/participant.py).
+
+    `settings()`: current configuration.
+    """
 
     name = NAME
-    ranks = 1
+    rank_count = 1
 
     def __init__(
         self, store_service: StoreService, settings: Callable[[], WeightSyncConfig]

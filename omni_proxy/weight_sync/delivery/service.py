@@ -59,8 +59,8 @@ class VersionService:
     def rank_count(self, worker_ranks: int) -> int:
         """Rank count of this endpoint in a trainer's group; `worker_ranks`: of its workers."""
         if self.delivers_to_all:
-            return ProxyRank.ranks
-        return worker_ranks + ProxyRank.ranks * self.is_enabled
+            return ProxyRank.rank_count
+        return worker_ranks + ProxyRank.rank_count * self.is_enabled
 
     def start_prefetch(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> None:
         """Let workers on this machine read the version that was just armed while it arrives."""

@@ -1,7 +1,7 @@
 """Format of the journal on disk: the operation in progress, uncertain and paused workers. Pure.
     found at the start  uncertain                      because
     operation begun     its targets                    the proxy ended during the operation
-    sync, from arming   its members                    their receivers may have continued
+    sync, from arming   its participants                    their receivers may have continued
     uncertain workers   these workers                  the recorded reason
     rollout             workers being changed          the proxy ended; the rollout continues
     unreadable          all workers                    anything may have been in progress
@@ -22,7 +22,7 @@ from omni_proxy.shared.decoding import MALFORMED
 from omni_proxy.weight_sync.protocol.rollout_state_machine import RolloutState, WorkerPhase
 
 FORMAT = 1
-# In these steps of a sync no member has new weights yet.
+# In these steps of a sync no participant has new weights yet.
 HARMLESS_STEPS = ("joining", "grouped")
 
 

@@ -1,7 +1,7 @@
 """The ranks of workers in a trainer's group: how many each has, and which ones it gets. Pure.
 
 The ranges are consecutive from the trainer's offset, in the order of the workers. Invariant: a
-layout that is returned can't make a member wait until the group's timeout.
+layout that is returned can't make a participant wait until the group's timeout.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ class RankLayoutError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RankRange:
-    """The ranks of one member: `ranks` consecutive ones, starting at `offset`."""
+    """The ranks of one participant: `rank_count` consecutive ones, starting at `offset`."""
 
     name: str
-    ranks: int
+    rank_count: int
     offset: int
 
 
 def assign_ranks(
-    rank_offset: int, world_size: int, ranks: Mapping[str, int]
+    rank_offset: int, world_size: int, rank_counts: Mapping[str, int]
 ) -> tuple[RankRange, ...]:
-    """Assign ranges in the order of `ranks` (member to rank count). Raises RankLayoutError."""
-    total = sum(ranks.values())
-    listing = ", ".join(f"{name}: {count}" for name, count in ranks.items())
-    if not ranks or min(ranks.values()) < 1:
+    """Assign ranges in the order of `rank_counts` (participant to rank count).
+
+    Raises RankLayoutError.
+    """
+    total = sum(rank_counts.values())
+    listing = ", ".join(f"{name}: {count}" for name, count in rank_counts.items())
+    if not rank_counts or min(rank_counts.values()) < 1:
         raise RankLayoutError(
-            f"there must be a member, and each needs at least one rank: {listing}"
+            f"there must be a participant, and each needs at least one rank: {listing}"
         )
     if rank_offset < 1:
         raise RankLayoutError(
@@ -51,7 +54,7 @@ def assign_ranks(
             "of this endpoint's /server_info is the number of its ranks"
         )
     ranges, offset = [], rank_offset
-    for name, count in ranks.items():
+    for name, count in rank_counts.items():
         ranges.append(RankRange(name, count, offset))
         offset += count
     return tuple(ranges)

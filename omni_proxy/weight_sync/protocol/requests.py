@@ -4,7 +4,8 @@ Group calls (note:weight-sync 3.1): unknown keys are ignored; numbers may be str
 transfer (note:features 3.2): `init_info` and `update_info` belong to the engines' backend (nccl,
 ipc, m2n and others). They are opaque except for the ranks: each worker gets its own `rank_offset`,
 and its own part of a list with an entry for each rank. Invariant: a body that parses here can't
-make a member wait until the group's timeout. Errors are GroupError, with a message for the trainer.
+make a participant wait until the group's timeout. Errors are GroupError, with a message for the
+trainer.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def parse_init(body: Mapping[str, Any]) -> InitRequest:
     name = parse_group_name(body)
     backend = body.get("backend") or NCCL
     address, port = body.get("master_address"), body.get("master_port")
-    # `assign_ranks` validates the rank with those of all members, and its error has the numbers.
+    # `assign_ranks` validates the rank with those of all participants, and its error has the
+    # numbers.
     rendezvous = Rendezvous(_text(address), _port(port), 1, max(world, 2), name, backend)
     host, port = validated_address(rendezvous)
     return InitRequest(name, host, port, offset, world, body.get("force") is True)
@@ -189,7 +191,7 @@ class TransferInit:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def body_for(self, rank_offset: int) -> bytes:
-        """The body of the init call for the member with this first rank."""
+        """The body of the init call for the participant with this first rank."""
         fields = {"rank_offset": rank_offset, "world_size": self.world_size}
         ranks = {} if self.rank_offset is None else fields
         return json.dumps({"init_info": {**self.info, **ranks}}).encode()
@@ -204,12 +206,13 @@ class TransferUpdate:
     names: frozenset[str]
     nbytes: int
 
-    def body_for(self, ranks: RankRange, first_rank: int) -> bytes:
-        """The update body for the member with `ranks`; the first member begins at `first_rank`."""
+    def body_for(self, rank_range: RankRange, first_rank: int) -> bytes:
+        """The update body for `rank_range`; the ranks of all participants begin at `first_rank`."""
         if self.parts is None:
             return self.body
-        begin = ranks.offset - first_rank
-        return json.dumps({"update_info": self.parts[begin : begin + ranks.ranks]}).encode()
+        begin = rank_range.offset - first_rank
+        parts = self.parts[begin : begin + rank_range.rank_count]
+        return json.dumps({"update_info": parts}).encode()
 
 
 def parse_transfer_init(body: Mapping[str, Any]) -> TransferInit:
@@ -225,7 +228,7 @@ def parse_transfer_init(body: Mapping[str, Any]) -> TransferInit:
         raise GroupError("init_info needs both rank_offset and world_size, or neither")
     address = None
     if info.get("master_address") is not None or info.get("master_port") is not None:
-        # `assign_ranks` validates the rank with those of all members.
+        # `assign_ranks` validates the rank with those of all participants.
         host, port = info.get("master_address"), info.get("master_port")
         address = validated_address(
             Rendezvous(_text(host), _port(port), 1, max(world or 2, 2), TRANSFER_GROUP)
@@ -234,15 +237,15 @@ def parse_transfer_init(body: Mapping[str, Any]) -> TransferInit:
     return TransferInit(info, address, offset, world, force)
 
 
-def parse_transfer_update(raw: bytes, body: Mapping[str, Any], ranks: int) -> TransferUpdate:
+def parse_transfer_update(raw: bytes, body: Mapping[str, Any], rank_count: int) -> TransferUpdate:
     """`ranks`: the number of ranks behind this endpoint. Raises GroupError."""
     info = body.get("update_info")
     if not isinstance(info, dict | list):
         raise GroupError("body.update_info is missing: an object, or a list with one for each rank")
     parts = tuple(info) if isinstance(info, list) else None
-    if parts is not None and len(parts) != ranks:
+    if parts is not None and len(parts) != rank_count:
         raise GroupError(
-            f"update_info is a list of {len(parts)}, and there are {ranks} ranks behind this "
+            f"update_info is a list of {len(parts)}, and there are {rank_count} ranks behind this "
             "endpoint: it needs one entry for each, in the order of the ranks"
         )
     names: set[str] = set()

@@ -1,4 +1,4 @@
-"""State machine of a trainer's process group at the proxy: owner, members, current round. Pure.
+"""State machine of a trainer's process group: owner, participants, current round. Pure.
 
     idle ─init→ joining ─joined→ grouped ─prepare→ arming ─ready→ armed ─complete→ committing
                                     ├─update (one phase)──────────────────────────────→┘
@@ -6,9 +6,9 @@
                                     └←─published── verifying ←─closed (the whole)──────┘
     any but idle ─failed, destroy→ aborting ─disarmed→ idle
 Invariants: only `TRANSITIONS` occur; a refused call has a row in `REFUSALS` (note:weight-sync 6.2);
-a step succeeds only if it does at every member; a version is published only for members that
-applied all of it and agree; a member that may have other weights ends uncertain; a failure ends the
-group. `GroupOwner.to_dict` is the `owner` in refusals of other trainers' calls.
+a step succeeds only if it does at every participant; a version is published only for participants
+that applied all of it and agree; a participant that may have other weights ends uncertain; a
+failure ends the group. `GroupOwner.to_dict` is the `owner` in refusals of other trainers' calls.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ TRANSITIONS: Final[dict[tuple[SyncState, SyncEvent], SyncState]] = {
 
 NO_GROUP: Final = "there is no weights-update group: call /init_weights_update_group first"
 OWNED: Final = "a weights-update group exists already"
-BUSY: Final = "the members of the group are armed already, or another call of it is under way"
+BUSY: Final = "the participants of the group are armed already, or another call of it is under way"
 NOT_ARMED: Final = "complete without prepare: nothing is armed"
 REFUSALS: Final[dict[SyncEvent, dict[SyncState, tuple[int, str]]]] = {
     SyncEvent.INIT: dict.fromkeys((s for s in SyncState if s is not SyncState.IDLE), (409, OWNED)),
@@ -117,8 +117,8 @@ def next_state(state: SyncState, event: SyncEvent) -> SyncState:
 NO_FLAGS: Final = UpdateFlags()
 
 
-class MemberStatus(StrEnum):
-    """The status of one member, "standing" in responses."""
+class ParticipantStatus(StrEnum):
+    """The status of one participant, "standing" in responses."""
 
     OK = "ok"
     JOINING = "joining"
@@ -154,14 +154,14 @@ class GroupOwner:
 
 
 @dataclass(slots=True)
-class MemberState:
-    """One member. `modified`: it may have weights that are not published.
+class ParticipantState:
+    """One participant. `modified`: it may have weights that are not published.
 
     `failed`: the reason, or "". `refused`: it refused the call and changed nothing.
     """
 
-    ranks: RankRange
-    status: MemberStatus = MemberStatus.JOINING
+    rank_range: RankRange
+    status: ParticipantStatus = ParticipantStatus.JOINING
     joined: bool = False
     armed: bool = False
     modified: bool = False
@@ -200,7 +200,7 @@ class WeightSync:
     def __init__(self) -> None:
         self.state = SyncState.IDLE
         self.owner: GroupOwner | None = None
-        self.members: dict[str, MemberState] = {}
+        self.participant_states: dict[str, ParticipantState] = {}
         self.round = Round()
         self.cause = ""
 
@@ -211,14 +211,16 @@ class WeightSync:
 
     @property
     def all_ok(self) -> bool:
-        """Whether no member has failed."""
-        return not any(member.failed for member in self.members.values())
+        """Whether no participant has failed."""
+        return not any(participant.failed for participant in self.participant_states.values())
 
     def begin(self, owner: GroupOwner, ranges: Iterable[RankRange]) -> None:
         """Raises InvalidTransition while there is another sync."""
         self._enter(SyncEvent.INIT)
         self.owner, self.cause, self.round = owner, "", Round()
-        self.members = {ranks.name: MemberState(ranks) for ranks in ranges}
+        self.participant_states = {
+            rank_range.name: ParticipantState(rank_range) for rank_range in ranges
+        }
 
     def arm(self, *, batched: bool, buckets: int, names: Iterable[str]) -> None:
         """Announce buckets. Raises InvalidTransition, also if a whole sync would join a round."""
@@ -241,7 +243,7 @@ class WeightSync:
         self._apply(flags)
 
     def start(self, *, whole: bool) -> None:
-        """The trainer opens a round: from now on no member has complete weights.
+        """The trainer opens a round: from now on no participant has complete weights.
 
         Raises InvalidTransition while a round is open.
         """
@@ -260,21 +262,27 @@ class WeightSync:
         self.round.batched = True  # this is the last call of the round
 
     def on_result(self, result: WorkerResult, *, modified: bool = True) -> None:
-        """Record a member's result of the current step. `modified`: it may have applied weights."""
-        member, ok = self.members[result.worker], result.success
+        """Record a participant's result of the current step.
+
+        `modified`: it may have applied weights.
+        """
+        participant, ok = self.participant_states[result.worker], result.success
         if not ok:
-            member.failed, member.refused = result.reason, result.unchanged
+            participant.failed, participant.refused = result.reason, result.unchanged
         if self.state is SyncState.JOINING:
-            member.joined = ok
-            member.status = MemberStatus.OK if ok else MemberStatus.LOST
+            participant.joined = ok
+            participant.status = ParticipantStatus.OK if ok else ParticipantStatus.LOST
         elif self.state is SyncState.ARMING:
-            member.armed = ok
+            participant.armed = ok
         elif self.state is SyncState.COMMITTING:
-            member.modified = member.modified or modified
-            member.armed = member.armed and not ok
+            participant.modified = participant.modified or modified
+            participant.armed = participant.armed and not ok
 
     def finish_step(self) -> SyncState:
-        """End the step, after each member has a result or timed out. Returns the next state."""
+        """End the step, after each participant has a result or timed out.
+
+        Returns the next state.
+        """
         if self.state is SyncState.COMMITTING:
             return self._finish_commit()
         succeeded = {
@@ -287,22 +295,24 @@ class WeightSync:
         return self.state
 
     def close(self) -> None:
-        """End the round: the members' weights are compared next. Raises InvalidTransition."""
+        """End the round: the participants' weights are compared next. Raises InvalidTransition."""
         self._enter(SyncEvent.CLOSED)
 
     def publish(self, agreed: Iterable[str]) -> dict[str, str]:
-        """Publish for the `agreed` members, proven to have the same weights.
+        """Publish for the `agreed` participants, proven to have the same weights.
 
-        Returns the names of the others with reasons. If a member failed, the sync fails, because
-        its group is unusable.
+        Returns the names of the others with reasons. If a participant failed, the sync fails,
+        because its group is unusable.
         """
         matching, uncertain = set(agreed), {}
-        for name, member in self.members.items():
-            if name in matching and not member.failed:
-                member.modified, member.status = False, MemberStatus.OK
+        for name, participant in self.participant_states.items():
+            if name in matching and not participant.failed:
+                participant.modified, participant.status = False, ParticipantStatus.OK
             else:
-                uncertain[name] = member.failed or "its weights differ from those of the others"
-                member.status = MemberStatus.UNCERTAIN
+                uncertain[name] = (
+                    participant.failed or "its weights differ from those of the others"
+                )
+                participant.status = ParticipantStatus.UNCERTAIN
         self.round = Round()
         self._enter(SyncEvent.PUBLISHED)
         if not self.all_ok:
@@ -310,21 +320,27 @@ class WeightSync:
         return uncertain
 
     def abandon(self) -> dict[str, str]:
-        """Drop the round. Returns the names of members that have a part of it, with reasons."""
+        """Drop the round.
+
+        Returns the names of participants that have a part of it, with reasons.
+        """
         reason = self.cause or "the sync was not ended before generation continued"
-        uncertain = {n: member.failed or reason for n, member in self.members.items()
-                     if member.modified}  # fmt: skip
+        uncertain = {
+            name: participant.failed or reason
+            for name, participant in self.participant_states.items()
+            if participant.modified
+        }
         for name in uncertain:
-            self.members[name].status = MemberStatus.UNCERTAIN
-            self.members[name].modified = False
+            self.participant_states[name].status = ParticipantStatus.UNCERTAIN
+            self.participant_states[name].modified = False
         self.round = Round()
         return uncertain
 
     def fail(self, cause: str, name: str = "") -> None:
-        """Fail the sync: the owner or the member `name` is lost, or the sync was interrupted."""
+        """Fail the sync: its owner or the participant `name` is lost, or it was interrupted."""
         self.cause = self.cause or cause
-        if name in self.members:
-            self.members[name].failed = self.members[name].failed or cause
+        if name in self.participant_states:
+            self.participant_states[name].failed = self.participant_states[name].failed or cause
         self._enter(SyncEvent.FAILED)
 
     def leave(self) -> None:
@@ -332,16 +348,19 @@ class WeightSync:
         self._enter(SyncEvent.DESTROY)
 
     def on_left(self, name: str, *, ok: bool) -> None:
-        """Record that a member was called to leave the group; `ok`: it is not in it any more."""
-        member = self.members[name]
-        member.armed, member.joined = member.armed and not ok, member.joined and not ok
-        if not ok and member.status is not MemberStatus.UNCERTAIN:
-            member.status = MemberStatus.LOST
+        """Record that a participant was called to leave the group; `ok`: it has left."""
+        participant = self.participant_states[name]
+        participant.armed, participant.joined = (
+            participant.armed and not ok,
+            participant.joined and not ok,
+        )
+        if not ok and participant.status is not ParticipantStatus.UNCERTAIN:
+            participant.status = ParticipantStatus.LOST
 
     def end(self) -> dict[str, str]:
-        """End the sync after all members were called to leave.
+        """End the sync after all participants were called to leave.
 
-        Returns the names of uncertain members with reasons.
+        Returns the names of uncertain participants with reasons.
         """
         uncertain = self.abandon()
         self._enter(SyncEvent.DISARMED)
@@ -359,16 +378,20 @@ class WeightSync:
 
     @property
     def first_failure(self) -> str:
-        failed = [(name, member.failed) for name, member in self.members.items() if member.failed]
+        failed = [
+            (name, participant.failed)
+            for name, participant in self.participant_states.items()
+            if participant.failed
+        ]
         return f"{failed[0][0]}: {failed[0][1]}" if failed else ""
 
-    def member_statuses(self) -> Mapping[str, str]:
+    def participant_statuses(self) -> Mapping[str, str]:
         moving = (SyncState.COMMITTING, SyncState.VERIFYING)
         return {
-            name: MemberStatus.UPDATING.value
-            if self.state in moving and member.status is MemberStatus.OK
-            else member.status.value
-            for name, member in self.members.items()
+            name: ParticipantStatus.UPDATING.value
+            if self.state in moving and participant.status is ParticipantStatus.OK
+            else participant.status.value
+            for name, participant in self.participant_states.items()
         }
 
     def _enter(self, event: SyncEvent) -> None:
@@ -387,10 +410,12 @@ class WeightSync:
     def _finish_commit(self) -> SyncState:
         """End a commit step and return the next state.
 
-        If all members succeeded, the round continues, or closes after its last call. If some
+        If all participants succeeded, the round continues, or closes after its last call. If some
         failed, the last call closes the round for the others; an earlier call fails the sync.
         """
-        survivors = [name for name, member in self.members.items() if not member.failed]
+        survivors = [
+            name for name, participant in self.participant_states.items() if not participant.failed
+        ]
         if self.all_ok and not self.round.batched:
             self._enter(SyncEvent.APPLIED)
         elif survivors and (self.all_ok or self.round.batched or self.round.last.last):

@@ -80,7 +80,7 @@ class RoundDelivery:
 
         Workers that are not healthy now catch up later.
         """
-        if NAME not in self._lifecycle.sync.members or self._lifecycle.workers:
+        if NAME not in self._lifecycle.sync.participant_states or self._lifecycle.workers:
             return []
         workers = self._lifecycle.fleet.workers
         return [worker for worker in workers if worker.health.state is Health.HEALTHY]
@@ -89,8 +89,8 @@ class RoundDelivery:
         """Cordon workers that became healthy in the round, before others return to rotation."""
         if self.version is not None:
             lifecycle = self._lifecycle
-            members = (*lifecycle.workers, *lifecycle.recipients)
-            targets = {*self.results, *(worker.url for worker in members)}
+            participants = (*lifecycle.workers, *lifecycle.recipients)
+            targets = {*self.results, *(worker.url for worker in participants)}
             self._late = [w for w in lifecycle.fleet.workers if w.url not in targets]
             for worker in self._late:
                 self._version_service.catch_up.cordon(worker)
@@ -101,9 +101,9 @@ class RoundDelivery:
 
     @property
     def received(self) -> bool:
-        """Whether the proxy's rank was a member and received everything."""
-        member = self._lifecycle.sync.members.get(NAME)
-        return member is not None and not member.failed
+        """Whether the proxy's rank was a participant and received everything."""
+        participant = self._lifecycle.sync.participant_states.get(NAME)
+        return participant is not None and not participant.failed
 
     @property
     def previous(self) -> StoredVersion | None:
@@ -193,7 +193,7 @@ class RoundCommit:
     """Closes or abandons rounds.
 
     `flushed`: a call of the round flushed the engines' caches. `cause`: why the last round failed
-    although all members applied it, or "".
+    although all participants applied it, or "".
     """
 
     def __init__(self, lifecycle: SyncLifecycle, delivery: RoundDelivery) -> None:
@@ -329,9 +329,12 @@ class RoundCommit:
         self._labels, self.flushed = set(), False
         return uncertain
 
-    def failure(self, member_failure: str) -> str:
-        """Why the round just closed failed, or "". `member_failure`: why a member's call failed."""
-        return "" if self._recovered_all else member_failure or self.cause
+    def failure(self, participant_failure: str) -> str:
+        """Why the round just closed failed, or "".
+
+        `participant_failure`: why a participant's call failed.
+        """
+        return "" if self._recovered_all else participant_failure or self.cause
 
     def with_delivery_results(self, results: Sequence[WorkerResult]) -> list[WorkerResult]:
         """The results, each replaced by the result of a delivery to the same worker if any."""
@@ -342,11 +345,13 @@ class RoundCommit:
     async def _deliver_and_prove(self, headers: Mapping[str, str]) -> tuple[Proof, dict[str, str]]:
         """Returns the proof of workers that applied the version, and URLs of others to reasons."""
         lifecycle, delivery = self._lifecycle, self._delivery
-        members = lifecycle.sync.members
+        participants = lifecycle.sync.participant_states
         delivery.begin()
         self.cause, self._recovered_all = "", False
-        receivers = [worker for worker in lifecycle.workers if not members[worker.url].failed]
-        failed = {w.url: members[w.url].failed for w in lifecycle.workers if w not in receivers}
+        receivers = [worker for worker in lifecycle.workers if not participants[worker.url].failed]
+        failed = {
+            w.url: participants[w.url].failed for w in lifecycle.workers if w not in receivers
+        }
         lifecycle.recipients = delivery.recipients()
         if delivery.received:
             await delivery.seal(self._label)
@@ -446,8 +451,8 @@ class RoundCommit:
 
 
 def _reject_lone_proof(proof: Proof, sync: WeightSync) -> Proof:
-    """If a member refused the weights, reject a worker whose proof no other worker confirms."""
-    refused = any(member.refused for member in sync.members.values())
+    """If a participant refused the weights, reject a proof that no other worker confirms."""
+    refused = any(participant.refused for participant in sync.participant_states.values())
     unconfirmed = len(proof.agreed) < MIN_AGREEING or len(proof.verdict.checked) < MIN_AGREEING
     if not refused or not unconfirmed:
         return proof
@@ -458,7 +463,7 @@ def _reject_lone_proof(proof: Proof, sync: WeightSync) -> Proof:
 
 
 def is_unchanged(result: WorkerResult, *, batched: bool) -> bool:
-    """Whether a failed call left the member's weights unchanged; sure only in a batched round."""
+    """Whether a failed call left the weights unchanged; sure only in a batched round."""
     return batched and result.unchanged
 
 

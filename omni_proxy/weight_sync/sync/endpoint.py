@@ -45,7 +45,7 @@ from omni_proxy.weight_sync.protocol.trainer_group import GroupOwner, InvalidTra
 from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.sync.commit import RoundCommit, RoundDelivery
 from omni_proxy.weight_sync.sync.lifecycle import DESTROY_TIMEOUT_SECS, SyncLifecycle
-from omni_proxy.weight_sync.sync.member import WorkerMember
+from omni_proxy.weight_sync.sync.participant import WorkerParticipant
 from omni_proxy.weight_sync.sync.transfer_steps import TransferSteps
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.errors import HttpError
@@ -89,10 +89,10 @@ class SyncEndpoint:
     async def start(self, nursery: trio.Nursery) -> None:
         """Take down groups that were left when the proxy, or this service, ended."""
         self._next_owner = self._destroy_requested = self._stored = None
-        members, self._journal.leftover_members = self._journal.leftover_members, ()
-        if members:
+        participants, self._journal.leftover_participants = self._journal.leftover_participants, ()
+        if participants:
             group = self._journal.leftover_group
-            self.lifecycle.start_leftover_cleanup(nursery, members, group)
+            self.lifecycle.start_leftover_cleanup(nursery, participants, group)
         self.lifecycle.start(nursery)
 
     def stop(self) -> None:
@@ -164,9 +164,9 @@ class SyncEndpoint:
         await lifecycle.wait_settled()
         async with lifecycle.busy:
             self._stored, started_at = None, trio.current_time()
-            for member in lifecycle.members.values():
-                if isinstance(member, WorkerMember):
-                    member.headers = call.credentials
+            for participant in lifecycle.participants.values():
+                if isinstance(participant, WorkerParticipant):
+                    participant.headers = call.credentials
             try:
                 response = await _with_http_errors(self._step(call, workers))
                 ok = response.ok
@@ -212,7 +212,7 @@ class SyncEndpoint:
                 lifecycle.end_if_over()
 
     async def _end_started_round(self) -> dict[str, object]:
-        """End an update of vLLM's kind: its engines have no complete weights before the finish."""
+        """End an update of vLLM engines: they have no complete weights before the finish."""
         lifecycle = self.lifecycle
         if not lifecycle.sync.round.batched:
             cause = "generation was resumed before the update was finished"

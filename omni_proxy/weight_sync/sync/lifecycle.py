@@ -1,10 +1,11 @@
 """Lifecycle of a weight sync with a trainer's group: begin, record, interrupt, tear down.
 
-Invariant: when a sync ends for any reason, every member is called to leave its group, every worker
-that may hold new weights is marked uncertain, and only then may the set of workers change again. A
-new group begins only after the members of an interrupted one (in the journal), and members that did
-not answer when an earlier one ended, were called to leave it. Nothing here waits for the operation
-lock, so the loss of a trainer is handled within seconds, whatever is queued.
+Invariant: when a sync ends for any reason, every participant is called to leave its group, every
+worker that may hold new weights is marked uncertain, and only then may the set of workers change
+again. A new group begins only after the participants of an interrupted one (in the journal), and
+participants that did not answer when an earlier one ended, were called to leave it. Nothing here
+waits for the operation lock, so the loss of a trainer is handled within seconds, whatever is
+queued.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from omni_proxy.weight_sync.protocol.trainer_group import GroupOwner, SyncState,
 from omni_proxy.weight_sync.state_journal import OperationContext, StateJournal
 from omni_proxy.weight_sync.sync import watchdog
 from omni_proxy.weight_sync.sync.engine_pauses import OwnPauses
-from omni_proxy.weight_sync.sync.member import (
+from omni_proxy.weight_sync.sync.participant import (
     FanOutTimeouts,
     GroupFanOut,
-    Member,
-    TransferMember,
-    WorkerMember,
+    Participant,
+    TransferParticipant,
+    WorkerParticipant,
 )
 from omni_proxy.weight_sync.sync.verification import VersionQuarantine
 from omni_proxy.weight_sync.sync.watchdog import TrainerLink, is_store_reachable
@@ -42,12 +43,15 @@ from omni_proxy.weight_sync.sync.watchdog import TrainerLink, is_store_reachable
 
 def sync_status(
     sync: WeightSync,
-    members: Mapping[str, Member],
+    participants: Mapping[str, Participant],
     fan_out: GroupFanOut | None,
     now: float,
     step_at: float,
 ) -> dict[str, Any]:
-    """The state, the owner, and a row per member. `step_at`: start time of the current step."""
+    """The state, the owner, and a row per participant.
+
+    `step_at`: start time of the current step.
+    """
     owner = sync.owner if sync.state is not SyncState.IDLE else None
     return {
         "state": sync.state.value,
@@ -55,24 +59,24 @@ def sync_status(
         "step_secs": round(now - step_at, 3) if owner else 0.0,
         "open": sync.has_unpublished,
         "buckets": sync.round.buckets,
-        "members": [_member_row(sync, members.get(name), fan_out, name)
-                    for name in sync.members] if owner else [],
+        "members": [_participant_row(sync, participants.get(name), fan_out, name)
+                    for name in sync.participant_states] if owner else [],
         "last_cause": sync.cause or None,
     }  # fmt: skip
 
 
-def _member_row(
-    sync: WeightSync, member: Member | None, fan_out: GroupFanOut | None, name: str
+def _participant_row(
+    sync: WeightSync, participant: Participant | None, fan_out: GroupFanOut | None, name: str
 ) -> dict[str, Any]:
-    ranks = sync.members[name].ranks
+    rank_range = sync.participant_states[name].rank_range
     result = fan_out.results.get(name) if fan_out is not None else None
     answered = "done" if result and result.success else "failed" if result else "asked"
-    progress = getattr(member, "status", None)
+    progress = getattr(participant, "status", None)
     return {
         "member": name,
-        "rank_offset": ranks.offset,
-        "ranks": ranks.ranks,
-        "standing": sync.member_statuses()[name],
+        "rank_offset": rank_range.offset,
+        "ranks": rank_range.rank_count,
+        "standing": sync.participant_statuses()[name],
         "progress": answered if fan_out is not None else "idle",
         **({"receive": progress()} if callable(progress) else {}),
     }
@@ -86,18 +90,20 @@ def destroy_body(group_name: str) -> bytes:
     return msgspec.json.encode({"group_name": group_name})
 
 
-async def destroy_group(member: Member, body: bytes) -> WorkerResult:
-    """Call a member to leave its group; without an answer in time the result is an error."""
+async def destroy_group(participant: Participant, body: bytes) -> WorkerResult:
+    """Call a participant to leave its group; without an answer in time the result is an error."""
     with trio.move_on_after(DESTROY_TIMEOUT_SECS):
-        return await member.destroy(body)
-    return WorkerResult(member.name, None, error=f"no answer within {DESTROY_TIMEOUT_SECS:g} s")
+        return await participant.destroy(body)
+    return WorkerResult(
+        participant.name, None, error=f"no answer within {DESTROY_TIMEOUT_SECS:g} s"
+    )
 
 
 class LeftoverGroups:
     """Takes down groups that ended without an orderly destroy.
 
     `leaving`: URLs of workers that are being called to leave an interrupted group.
-    `unanswered`: member name to the group that it may still be in.
+    `unanswered`: participant name to the group that it may still be in.
     """
 
     def __init__(self, fleet: Fleet, journal: StateJournal) -> None:
@@ -110,16 +116,16 @@ class LeftoverGroups:
         self._cleaned.set()
 
     async def wait_cleaned(self) -> None:
-        """Wait until the members of an interrupted group were called to leave it."""
+        """Wait until the participants of an interrupted group were called to leave it."""
         await self._cleaned.wait()
 
-    async def leave_unanswered(self, members: Iterable[Member]) -> None:
-        """Call members again that did not answer when an earlier group ended."""
+    async def leave_unanswered(self, participants: Iterable[Participant]) -> None:
+        """Call participants again that did not answer when an earlier group ended."""
         unanswered, self.unanswered = self.unanswered, {}
-        for member in members:
-            if member.name in unanswered:
+        for participant in participants:
+            if participant.name in unanswered:
                 with trio.move_on_after(RETRY_TIMEOUT_SECS):
-                    await member.destroy(destroy_body(unanswered[member.name]))
+                    await participant.destroy(destroy_body(unanswered[participant.name]))
 
     def start_cleanup(
         self,
@@ -128,7 +134,7 @@ class LeftoverGroups:
         group_name: str,
         on_left: Callable[[Iterable[str]], None],
     ) -> None:
-        """Call the members of an interrupted group to leave it; `on_left` gets URLs to probe."""
+        """Call participants of an interrupted group to leave it; `on_left` gets URLs to probe."""
         self.leaving, self._cleaned = set(urls), trio.Event()
         nursery.start_soon(self._clean_up, urls, group_name, on_left)
 
@@ -138,15 +144,15 @@ class LeftoverGroups:
         """Call each worker that is still in the fleet; it may not be up yet."""
         body = destroy_body(group_name)
 
-        def member_of(worker: Worker) -> Member:
+        def participant_of(worker: Worker) -> Participant:
             if group_name != TRANSFER_GROUP:
-                return WorkerMember(worker, 1)
-            member = TransferMember(worker, 1)
-            member.opened = worker.url in self._journal.uncertain
-            return member
+                return WorkerParticipant(worker, 1)
+            participant = TransferParticipant(worker, 1)
+            participant.may_have_open_update = worker.url in self._journal.uncertain
+            return participant
 
         async def leave(worker: Worker) -> None:
-            result = await destroy_group(member_of(worker), body)
+            result = await destroy_group(participant_of(worker), body)
             await self.own_pauses.end([worker], {})
             self.leaving.discard(worker.url)
             if result.success or result.refused or worker.url not in self._journal.uncertain:
@@ -165,8 +171,8 @@ class LeftoverGroups:
 PING_TIMEOUT_SECS: Final = 2.0
 DISCONNECT_TIMEOUT_SECS: Final = 0.5
 LINK_POLL_SECS: Final = 0.02
-# Response status by the reason of an interrupt: 400 if the trainer or a member failed, 409 if a
-# call ended the sync. Other reasons are 502.
+# Response status by the reason of an interrupt: 400 if the trainer or a participant failed, 409 if
+# a call ended the sync. Other reasons are 502.
 STATUS: Final = {
     "owner_dead": 400,
     "owner_unreachable": 400,
@@ -189,12 +195,14 @@ class SyncLifecycle:
         self.sync = WeightSync()
         self.quarantine = VersionQuarantine(context.fleet)
         self.leftovers = LeftoverGroups(context.fleet, context.journal)
-        self.members: dict[str, Member] = {}
-        self.workers: list[Worker] = []  # workers that are members
+        self.participants: dict[str, Participant] = {}
+        self.workers: list[Worker] = []  # workers that are participants
         self.recipients: list[Worker] = []  # workers that get what the proxy's rank receives
-        self.leave_results: list[WorkerResult] = []  # members' answers when the last sync ended
+        self.leave_results: list[
+            WorkerResult
+        ] = []  # participants' answers when the last sync ended
         self.meters = SyncMetrics()
-        self.announced_bytes = 0  # size for each member of the next call that applies weights
+        self.announced_bytes = 0  # size for each participant of the next call that applies weights
         self.chosen: frozenset[str] | None = None  # URLs that the init's selector chose; None: all
         self.end_cause = ""  # why the sync has to end after the current step
         self.end_status = 0  # HTTP status of the response to that step
@@ -204,7 +212,7 @@ class SyncLifecycle:
         self.busy = trio.Lock()  # held while a step changes the sync
         # Called with URLs of workers to probe, because the sync left them uncertain.
         self.on_left: Callable[[Iterable[str]], None] = lambda _: None
-        self._lost_member = ""  # the member whose loss ends the sync
+        self._lost_participant = ""  # the participant whose loss ends the sync
         self._tearing_down = False
         self._step_at = 0.0
         self._fan_out: GroupFanOut | None = None
@@ -238,20 +246,21 @@ class SyncLifecycle:
         return self.leftovers.leaving
 
     def begin(self, owner: GroupOwner, address: tuple[str, int] | None,
-              ranges: Iterable[RankRange], members: Sequence[Member], *,
-              fixed: bool = True) -> None:  # fmt: skip
+              ranges: Iterable[RankRange], participants: Sequence[Participant], *,
+              fixed_ranks: bool = True) -> None:  # fmt: skip
         """Open a sync. Raises InvalidTransition while there is another one.
 
-        `address`: the trainer's store, which is watched; None if the trainer has none. `fixed`: the
-        members have ranks, so no worker may join or leave the fleet during the sync.
+        `address`: the trainer's store, which is watched; None if the trainer has none.
+        `fixed_ranks`: the participants have ranks, so no worker may join or leave the fleet during
+        the sync.
         """
         assert self.nursery is not None
         self.sync.begin(owner, ranges)
-        self.members = {member.name: member for member in members}
-        self.workers = [m.worker for m in members if isinstance(m, WorkerMember)]
+        self.participants = {participant.name: participant for participant in participants}
+        self.workers = [m.worker for m in participants if isinstance(m, WorkerParticipant)]
         self.end_cause, self.leave_results, self.recipients = "", [], []
         self._idle = trio.Event()
-        if self.workers and fixed:
+        if self.workers and fixed_ranks:
             # Workers that only receive from the proxy may join and leave: they have no ranks.
             self.config_store.membership_lock.acquire(self.describe)
         self._link = TrainerLink(*address) if address is not None else None
@@ -313,7 +322,7 @@ class SyncLifecycle:
                 await trio.sleep(LINK_POLL_SECS)
 
     def leave_idle_group(self) -> bool:
-        """Take down a group of vLLM's kind if it has no open update. Returns whether it did."""
+        """Take down a vLLM weight-transfer group without an open update. Returns whether it did."""
         sync = self.sync
         idle = sync.state is SyncState.GROUPED and not sync.has_unpublished
         owner = sync.owner
@@ -343,25 +352,35 @@ class SyncLifecycle:
         return False
 
     def interrupt(self, cause: str, reason: str, name: str = "") -> None:
-        """End the sync. `reason`: one word for the metrics; `name`: the lost member, if one is."""
+        """End the sync.
+
+        `reason`: one word for the metrics; `name`: the lost participant, if one is.
+        """
         if self.sync.state in (SyncState.IDLE, SyncState.ABORTING) or self.end_cause:
             return
-        self.end_cause, self.end_status, self._lost_member = cause, STATUS.get(reason, 502), name
+        self.end_cause, self.end_status, self._lost_participant = (
+            cause,
+            STATUS.get(reason, 502),
+            name,
+        )
         self.meters.aborts[reason] += 1
         _log.warning(
             "weight_sync_aborted reason=%s sync=%s cause=%s", reason, self.describe(), cause
         )
         if self._fan_out is not None:
-            # If only one member is lost, the others may still succeed.
+            # If only one participant is lost, the others may still succeed.
             self._fan_out.fail(cause, all_fail=not name)
         elif not self.busy.locked():
             self.end_if_over()
 
     def end_if_over(self) -> None:
-        """If the sync has to end, call all members to leave. Call it only while no step runs."""
+        """If the sync has to end, call all participants to leave.
+
+        Call it only while no step runs.
+        """
         sync = self.sync
         if self.end_cause and sync.state not in (SyncState.IDLE, SyncState.ABORTING):
-            sync.fail(self.end_cause, self._lost_member)
+            sync.fail(self.end_cause, self._lost_participant)
         is_over = sync.state is SyncState.ABORTING
         if is_over and self.nursery is not None and not self._tearing_down:
             self._tearing_down = True
@@ -406,17 +425,17 @@ class SyncLifecycle:
         body = destroy_body(group_name)
         results: dict[str, WorkerResult] = {}
 
-        async def leave(member: Member) -> None:
-            results[member.name] = result = await destroy_group(member, body)
+        async def leave(participant: Participant) -> None:
+            results[participant.name] = result = await destroy_group(participant, body)
             has_left = result.success or result.refused
-            sync.on_left(member.name, ok=has_left)
+            sync.on_left(participant.name, ok=has_left)
             if not has_left:
-                self.leftovers.unanswered[member.name] = group_name
+                self.leftovers.unanswered[participant.name] = group_name
 
         async with trio.open_nursery() as nursery:
-            for member in self.members.values():
-                nursery.start_soon(leave, member)
-        self.leave_results = [results[name] for name in self.members]
+            for participant in self.participants.values():
+                nursery.start_soon(leave, participant)
+        self.leave_results = [results[name] for name in self.participants]
         uncertain = sync.end()
         self.mark_uncertain(uncertain, names)
         await self.own_pauses.end(self.workers, {})
@@ -433,14 +452,14 @@ class SyncLifecycle:
         with scope:
             await watchdog.watch(self, link)
 
-    def on_member_lost(self, worker: Worker, reason: str) -> None:
+    def on_participant_lost(self, worker: Worker, reason: str) -> None:
         self.interrupt(f"{worker.url} is lost: {reason}", "member_lost", worker.url)
 
     def _on_health_change(self, worker: Worker, _: Health) -> None:
         if worker in self.workers and worker.health.state is Health.DEAD:
-            self.on_member_lost(worker, worker.health.last_error or "its health probes fail")
+            self.on_participant_lost(worker, worker.health.last_error or "its health probes fail")
 
     def status(self) -> dict[str, Any]:
         """JSON-ready."""
         now = trio.current_time()
-        return sync_status(self.sync, self.members, self._fan_out, now, self._step_at)
+        return sync_status(self.sync, self.participants, self._fan_out, now, self._step_at)

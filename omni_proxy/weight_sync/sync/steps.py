@@ -1,8 +1,8 @@
-"""The steps of a weight sync: each call of the trainer is sent to all members concurrently.
+"""The steps of a weight sync: each call of the trainer is sent to all participants concurrently.
 
 Invariant: a step is validated and recorded before its first call is sent. A step that fails at one
-member fails as a whole, and is undone at the others. Steps have no timeouts except those of the
-configuration.
+participant fails as a whole, and is undone at the others. Steps have no timeouts except those of
+the configuration.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, as_one
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, broadcast
 from omni_proxy.weight_sync.delivery.service import VersionService
-from omni_proxy.weight_sync.protocol.member_reports import (
+from omni_proxy.weight_sync.protocol.participant_reports import (
     StepFailure,
     merge_results,
     received_bytes,
@@ -41,18 +41,18 @@ from omni_proxy.weight_sync.protocol.trainer_group import (
 )
 from omni_proxy.weight_sync.sync.commit import JsonObject, RoundCommit, is_unchanged
 from omni_proxy.weight_sync.sync.lifecycle import SyncLifecycle
-from omni_proxy.weight_sync.sync.member import (
+from omni_proxy.weight_sync.sync.participant import (
     FanOutTimeouts,
     GroupFanOut,
-    Member,
-    MemberCall,
-    WorkerMember,
+    Participant,
+    ParticipantCall,
+    WorkerParticipant,
 )
 from omni_proxy.weight_sync.worker_calls import AdminCall, limit_secs
 from omni_proxy.wire.errors import HttpError
 
 Changed = Callable[[Sequence[WorkerResult]], set[str]]
-GRACE_SECS: Final = 3.0  # time for the other members' results after one member failed
+GRACE_SECS: Final = 3.0  # time for the other participants' results after one participant failed
 LINK_SECS: Final = 1.0
 V = TypeVar("V")
 T = TypeVar("T")
@@ -73,33 +73,33 @@ class SyncSteps:
         body = await parse_in_thread(call.body, parse_object, call.body)
         request = parse_init(body)
         lifecycle.sync.check(SyncEvent.INIT)
-        members = await self._build_members(workers, call.credentials)
-        counts = {member.name: member.ranks for member in members}
+        participants = await self._build_participants(workers, call.credentials)
+        counts = {participant.name: participant.rank_count for participant in participants}
         ranges = assign_ranks(request.rank_offset, request.world_size, counts)
         body["master_port"] = request.port
         if config.backend != "auto":
             body["backend"] = config.backend
         owner = GroupOwner(request.group_name, request.address, trio.current_time(), call.caller)
-        lifecycle.begin(owner, (request.host, request.port), ranges, members)
-        offsets = {ranks.name: ranks.offset for ranks in ranges}
+        lifecycle.begin(owner, (request.host, request.port), ranges, participants)
+        offsets = {rank_range.name: rank_range.offset for rank_range in ranges}
         return await self._join(
             call, ranges, lambda m: m.init(body, offsets[m.name], request.world_size)
         )
 
     async def _join(
-        self, call: AdminCall, ranges: Sequence[RankRange], member_call: MemberCall
+        self, call: AdminCall, ranges: Sequence[RankRange], participant_call: ParticipantCall
     ) -> AdminResponse:
-        """Call all members to join the group, after `SyncLifecycle.begin`."""
+        """Call all participants to join the group, after `SyncLifecycle.begin`."""
         lifecycle, config = self._lifecycle, self._lifecycle.config_store.config.weight_sync
         lifecycle.chosen = call.chosen
         await self._record(call)
-        await lifecycle.leftovers.leave_unanswered(lifecycle.members.values())
+        await lifecycle.leftovers.leave_unanswered(lifecycle.participants.values())
         timeouts = FanOutTimeouts(limit_secs(config.init_timeout_secs))
-        results, cause = await self._fan_out(member_call, timeouts)
+        results, cause = await self._fan_out(participant_call, timeouts)
         if not cause:
             await lifecycle.wait_linked(LINK_SECS)
             await lifecycle.record_after_step()
-        layout: JsonObject = {"layout": [_layout_row(ranks) for ranks in ranges]}
+        layout: JsonObject = {"layout": [_layout_row(rank_range) for rank_range in ranges]}
         return self._response(call, results, cause, layout)
 
     async def prepare(self, call: AdminCall) -> AdminResponse:
@@ -112,7 +112,7 @@ class SyncSteps:
         lifecycle.sync.arm(batched=request.batched, buckets=request.buckets, names=request.names)
         await self._record(call)
         results, cause = await self._fan_out(
-            lambda member: member.prepare(call.body),
+            lambda participant: participant.prepare(call.body),
             FanOutTimeouts(limit_secs(config.ready_timeout_secs)),
         )
         if request.batched and not cause:  # otherwise the version has several files, or none
@@ -127,7 +127,7 @@ class SyncSteps:
         flags = parse_flags(body)
         lifecycle.sync.commit(flags)
         self._commit.on_call(flags, flushes=flags.flush_cache is True)
-        return await self._apply(call, lambda member: member.complete(call.body))
+        return await self._apply(call, lambda participant: participant.complete(call.body))
 
     async def update(self, call: AdminCall) -> AdminResponse:
         """Prepare and complete in one call. Engines flush their caches unless disabled."""
@@ -140,7 +140,7 @@ class SyncSteps:
         lifecycle.announced_bytes = request.nbytes
         lifecycle.sync.update(flags, request.names)
         self._commit.on_call(flags, flushes=flags.flush_cache is not False)
-        return await self._apply(call, lambda member: member.update(call.body))
+        return await self._apply(call, lambda participant: participant.update(call.body))
 
     async def end(self, call: AdminCall) -> AdminResponse:
         """End the round: the call is forwarded to the workers, then the round is committed."""
@@ -151,10 +151,10 @@ class SyncSteps:
         lifecycle = self._lifecycle
         await self._record(call)
 
-        async def end(member: Member) -> WorkerResult:
-            if isinstance(member, WorkerMember):
-                return await member.call(call.route.path, call.body)
-            return WorkerResult(member.name, 200, {"success": True})
+        async def end(participant: Participant) -> WorkerResult:
+            if isinstance(participant, WorkerParticipant):
+                return await participant.call(call.route.path, call.body)
+            return WorkerResult(participant.name, 200, {"success": True})
 
         secs = limit_secs(lifecycle.config_store.config.admin.worker_timeout_secs)
         return await self._fan_out_apply(call, end, FanOutTimeouts(secs, GRACE_SECS))
@@ -167,7 +167,7 @@ class SyncSteps:
         return await self._leave(call)
 
     async def _leave(self, call: AdminCall) -> AdminResponse:
-        """Destroy the group; a round that all members have applied is published first."""
+        """Destroy the group; a round that all participants have applied is published first."""
         lifecycle = self._lifecycle
         more: JsonObject = {}
         if lifecycle.sync.has_unpublished and lifecycle.sync.state is SyncState.GROUPED:
@@ -183,43 +183,44 @@ class SyncSteps:
         return AdminResponse(response.status, {**response.body, **more})
 
     def destroyed_response(self, call: AdminCall) -> AdminResponse:
-        """The members' answers to the teardown that served this call.
+        """The participants' answers to the teardown that served this call.
 
-        A refusal is a success: after an earlier failure a member may have left the group already.
+        A refusal is a success: after an earlier failure a participant may have left the group
+        already.
         """
         results = self._lifecycle.leave_results
         response = merge_results(call.route.path, results, self._lifecycle.sync)
         if response.ok or not all(result.success or result.refused for result in results):
             return response
-        message = "the group is destroyed; some members had already left it"
+        message = "the group is destroyed; some participants had already left it"
         return AdminResponse(
             200, {**response.body, "success": True, "status": "ok", "message": message}
         )
 
-    async def _apply(self, call: AdminCall, member_call: MemberCall) -> AdminResponse:
+    async def _apply(self, call: AdminCall, participant_call: ParticipantCall) -> AdminResponse:
         lifecycle, config = self._lifecycle, self._lifecycle.config_store.config.weight_sync
         await self._record(call)
         await self._commit.quiesce(lifecycle.workers, call.route.name)
         timeouts = FanOutTimeouts(
             limit_secs(config.receive_timeout_secs), GRACE_SECS, lambda m: m.destroy(call.body)
         )
-        return await self._fan_out_apply(call, member_call, timeouts)
+        return await self._fan_out_apply(call, participant_call, timeouts)
 
     async def _fan_out_apply(
         self,
         call: AdminCall,
-        member_call: MemberCall,
+        participant_call: ParticipantCall,
         timeouts: FanOutTimeouts,
         changed: Changed | None = None,
     ) -> AdminResponse:
-        """Send an applying call to all members; commit the round if it was the last one.
+        """Send an applying call to all participants; commit the round if it was the last one.
 
         `changed`: returns the workers whose weights may have changed; by default each result's
         text decides.
         """
         lifecycle, sync = self._lifecycle, self._lifecycle.sync
         batched = sync.round.batched
-        fan_out = GroupFanOut(list(lifecycle.members.values()), member_call)
+        fan_out = GroupFanOut(list(lifecycle.participants.values()), participant_call)
         results = await lifecycle.fan_out(fan_out, timeouts)
         modified = changed(results) if changed is not None else None
         for result in results:
@@ -240,16 +241,16 @@ class SyncSteps:
             await lifecycle.record_after_step()
         response = with_bucket_count(self._response(call, results, failure, more), results)
         if not failure and more.get("uncertain"):
-            message = "every member applied the weights, but their checksums differ"
+            message = "every participant applied the weights, but their checksums differ"
             return _failed(response, message, more)
         return response
 
     async def _fan_out(
-        self, member_call: MemberCall, timeouts: FanOutTimeouts
+        self, participant_call: ParticipantCall, timeouts: FanOutTimeouts
     ) -> tuple[list[WorkerResult], str]:
-        """Returns the members' results, and why the step failed, or ""."""
+        """Returns the participants' results, and why the step failed, or ""."""
         lifecycle, sync = self._lifecycle, self._lifecycle.sync
-        fan_out = GroupFanOut(list(lifecycle.members.values()), member_call)
+        fan_out = GroupFanOut(list(lifecycle.participants.values()), participant_call)
         results = await lifecycle.fan_out(fan_out, timeouts)
         for result in results:
             sync.on_result(result)
@@ -271,32 +272,35 @@ class SyncSteps:
             self._lifecycle.sync.fail(message)
             raise HttpError(503, message, "journal_unwritable") from None
 
-    async def _build_members(
+    async def _build_participants(
         self, workers: Sequence[Worker], headers: Mapping[str, str]
-    ) -> list[Member]:
-        """Members with their current rank counts. Raises HttpError 502 if a worker reports none."""
+    ) -> list[Participant]:
+        """Participants with their current rank counts.
+
+        Raises HttpError 502 if a worker reports none.
+        """
         versions = self._version_service
         if versions.delivers_to_all:
             return [versions.proxy_rank]
         secs = self._lifecycle.config_store.config.health.timeout_secs
-        ranks: dict[Worker, int] = {}
+        rank_counts: dict[Worker, int] = {}
         remaining = list(workers)
         for path in SERVER_INFO_PATHS:
             call = Call("GET", path, headers=headers, timeout_secs=secs)
             results = await broadcast(remaining, call)
             for result in results:
                 if result.ok:
-                    ranks[result.worker] = count_ranks(result.json())
+                    rank_counts[result.worker] = count_ranks(result.json())
                 elif result.status not in ROUTE_ABSENT:
                     message = f"{result.worker.url} does not report its ranks: {result.failure}"
                     raise HttpError(502, f"nothing was forwarded: {message}", "ranks_unknown")
-            remaining = [worker for worker in remaining if worker not in ranks]
-        members: list[Member] = []
+            remaining = [worker for worker in remaining if worker not in rank_counts]
+        participants: list[Participant] = []
         for worker in workers:
-            member = WorkerMember(worker, ranks.get(worker, 1))
-            member.headers = dict(headers)
-            members.append(member)
-        return [*members, versions.proxy_rank] if versions.is_enabled else members
+            participant = WorkerParticipant(worker, rank_counts.get(worker, 1))
+            participant.headers = dict(headers)
+            participants.append(participant)
+        return [*participants, versions.proxy_rank] if versions.is_enabled else participants
 
     def _require_group(self, body: Mapping[str, Any]) -> None:
         owner, name = self._lifecycle.sync.owner, parse_group_name(body)
@@ -321,8 +325,12 @@ def _failed(response: AdminResponse, message: str, more: JsonObject) -> AdminRes
     return AdminResponse(502, {**response.body, **more, **top})
 
 
-def _layout_row(ranks: RankRange) -> dict[str, object]:
-    return {"member": ranks.name, "rank_offset": ranks.offset, "ranks": ranks.ranks}
+def _layout_row(rank_range: RankRange) -> dict[str, object]:
+    return {
+        "member": rank_range.name,
+        "rank_offset": rank_range.offset,
+        "ranks": rank_range.rank_count,
+    }
 
 
 async def parse_in_thread(value: V, parse: Callable[[V], T], raw: bytes) -> T:

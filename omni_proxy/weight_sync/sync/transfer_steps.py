@@ -1,9 +1,9 @@
 """The steps of a weight update in vLLM's dialect: init, start, update any number of times, finish.
 
 They extend the steps of steps.py by a start and a finish. The group is of trainer and engines; the
-proxy does not join it. Invariant: no member serves between the start and a successful finish,
+proxy does not join it. Invariant: no participant serves between the start and a successful finish,
 because vLLM's engines have no complete weights then, even if no bytes arrived. After a failed round
-its changed members stay out of rotation until a complete one succeeds.
+its changed participants stay out of rotation until a complete one succeeds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ from omni_proxy.weight_sync.protocol.trainer_group import (
     SyncEvent,
     SyncState,
 )
-from omni_proxy.weight_sync.sync.member import ACTIVE, FanOutTimeouts, Member, TransferMember
+from omni_proxy.weight_sync.sync.participant import (
+    ACTIVE,
+    FanOutTimeouts,
+    Participant,
+    TransferParticipant,
+)
 from omni_proxy.weight_sync.sync.steps import GRACE_SECS, SyncSteps, parse_in_thread
 from omni_proxy.weight_sync.worker_calls import AdminCall, call_all, limit_secs
 from omni_proxy.wire.errors import HttpError
@@ -58,14 +63,18 @@ class TransferSteps(SyncSteps):
         body = await parse_in_thread(call.body, parse_object, call.body)
         request = parse_transfer_init(body)
         lifecycle.sync.check(SyncEvent.INIT)
-        members = await self._transfer_members(workers, call.credentials)
-        ranges = _layout(request, members)
+        participants = await self._transfer_participants(workers, call.credentials)
+        ranges = _layout(request, participants)
         now = trio.current_time()
         owner = GroupOwner(TRANSFER_GROUP, request.shown_address, now, call.caller)
-        fixed = request.rank_offset is not None
-        lifecycle.begin(owner, request.address, ranges, members, fixed=fixed)
-        ranks = {member.name: member for member in ranges}
-        return await self._join(call, ranges, lambda m: _transfer(m).join(request, ranks[m.name]))
+        offset_from_trainer = request.rank_offset is not None
+        lifecycle.begin(
+            owner, request.address, ranges, participants, fixed_ranks=offset_from_trainer
+        )
+        range_of = {rank_range.name: rank_range for rank_range in ranges}
+        return await self._join(
+            call, ranges, lambda m: _transfer(m).join(request, range_of[m.name])
+        )
 
     async def start(self, call: AdminCall) -> AdminResponse:
         lifecycle = self._lifecycle
@@ -83,24 +92,25 @@ class TransferSteps(SyncSteps):
         )
 
     async def update_transfer(self, call: AdminCall) -> AdminResponse:
-        """Forward one chunk of weights; return when all members have received it."""
+        """Forward one chunk of weights; return when all participants have received it."""
         lifecycle, config = self._lifecycle, self._lifecycle.config_store.config.weight_sync
         self._require_open()
         body = await parse_in_thread(call.body, parse_object, call.body)
-        ranks = sum(member.ranks for member in lifecycle.members.values())
-        request = parse_transfer_update(call.body, body, ranks)
+        rank_count = sum(participant.rank_count for participant in lifecycle.participants.values())
+        request = parse_transfer_update(call.body, body, rank_count)
         lifecycle.announced_bytes = request.nbytes
         lifecycle.sync.update(UpdateFlags(), request.names)
         await self._record(call)
-        first = min(member.ranks.offset for member in lifecycle.sync.members.values())
+        states = lifecycle.sync.participant_states.values()
+        first_rank = min(state.rank_range.offset for state in states)
         return await self._fan_out_apply(
             call,
-            lambda m: _transfer(m).receive(UPDATE_WEIGHTS, request, first),
+            lambda m: _transfer(m).receive(UPDATE_WEIGHTS, request, first_rank),
             FanOutTimeouts(limit_secs(config.receive_timeout_secs), GRACE_SECS),
         )
 
     async def finish(self, call: AdminCall) -> AdminResponse:
-        """Finish the update on all members, then prove and publish it."""
+        """Finish the update on all participants, then prove and publish it."""
         self._require_open()
         body = await parse_in_thread(call.body, parse_object, call.body)
         flags = UpdateFlags(weight_version=parse_finish(body))
@@ -115,32 +125,33 @@ class TransferSteps(SyncSteps):
             raise InvalidTransition(409, STILL_OPEN)
         return await self._leave(call)
 
-    async def _transfer_members(
+    async def _transfer_participants(
         self, workers: Sequence[Worker], headers: Mapping[str, str]
-    ) -> list[Member]:
-        """Members with their current rank counts. Raises HttpError 422, 502."""
+    ) -> list[Participant]:
+        """Participants with their current rank counts. Raises HttpError 422, 502."""
         secs = self._lifecycle.config_store.config.health.timeout_secs
         call = Call("GET", WORLD_SIZE, headers=headers, timeout_secs=secs)
         results = await call_all(workers, call)
         other_engines = [result.worker for result in results if result.sent_to]
         if other_engines:
             message = (
-                f"nothing was forwarded: {', '.join(other_engines)} cannot be a rank of a group of "
-                "vLLM's kind. Name the vLLM workers in ?selector=, and update the others from disk"
+                f"nothing was forwarded: {', '.join(other_engines)} cannot be ranks of a "
+                "vLLM weight-transfer group. Name the vLLM workers in "
+                "?selector=, and update the others from disk"
             )
             raise HttpError(422, message, "mixed_engines", detail=message)
-        members: list[Member] = []
+        participants: list[Participant] = []
         for worker, result in zip(workers, results, strict=True):
             size = result.body.get("world_size") if isinstance(result.body, dict) else None
             if not result.success or type(size) is not int or size < 1:
                 reason = result.reason if not result.success else f"world_size is {size!r}"
                 message = f"nothing was forwarded: {worker.url} does not report its ranks: {reason}"
                 raise HttpError(502, message, "ranks_unknown")
-            member = TransferMember(worker, size)
-            member.headers = dict(headers)
-            member.opened = worker.url in self._lifecycle.journal.uncertain
-            members.append(member)
-        return members
+            participant = TransferParticipant(worker, size)
+            participant.headers = dict(headers)
+            participant.may_have_open_update = worker.url in self._lifecycle.journal.uncertain
+            participants.append(participant)
+        return participants
 
     def _require_transfer(self) -> None:
         sync = self._lifecycle.sync
@@ -158,9 +169,9 @@ class TransferSteps(SyncSteps):
             raise InvalidTransition(400, NOT_STARTED)
 
 
-def _layout(request: TransferInit, members: Sequence[Member]) -> tuple[RankRange, ...]:
-    """Assign ranks from the trainer's offset on; without one, from 0 in the order of members."""
-    counts = {member.name: member.ranks for member in members}
+def _layout(request: TransferInit, participants: Sequence[Participant]) -> tuple[RankRange, ...]:
+    """Assign ranks in the participants' order, from the trainer's offset on, by default from 0."""
+    counts = {participant.name: participant.rank_count for participant in participants}
     if request.rank_offset is not None and request.world_size is not None:
         return assign_ranks(request.rank_offset, request.world_size, counts)
     ranges, offset = [], 0
@@ -170,15 +181,15 @@ def _layout(request: TransferInit, members: Sequence[Member]) -> tuple[RankRange
     return tuple(ranges)
 
 
-def _transfer(member: Member) -> TransferMember:
-    assert isinstance(member, TransferMember)
-    return member
+def _transfer(participant: Participant) -> TransferParticipant:
+    assert isinstance(participant, TransferParticipant)
+    return participant
 
 
 def _touched_by_start(results: Sequence[WorkerResult]) -> set[str]:
     """Workers that may have opened the update, and so no longer have complete weights.
 
-    If every member refused with a complete response, none has: a common setting is the cause.
+    If every participant refused with a complete response, none has: a common setting is the cause.
     """
     all_refused = all(not result.success and result.status is not None for result in results)
     open_before = [r for r in results if not r.success and not _is_plain_refusal(r)]

@@ -1,9 +1,9 @@
-"""Watches a sync and interrupts it on the loss of the trainer or a member, or on a stall.
+"""Watches a sync and interrupts it on the loss of the trainer or a participant, or on a stall.
 
 The trainer is watched through a connection to its TCPStore. Invariants: blocking calls run in
 threads with their own limiter, at most one per connection at a time, so the event loop never waits
-for the network; no watch waits for another one. A member that reports its progress late is ignored
-until its connection is found closed.
+for the network; no watch waits for another one. A participant that reports its progress late is
+ignored until its connection is found closed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.process_group.rendezvous import StoreConnection, connect_store
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.runtime_config.config_store import ConfigStore
-from omni_proxy.weight_sync.protocol.member_reports import ReceiveProgress, StallDetector
+from omni_proxy.weight_sync.protocol.participant_reports import ReceiveProgress, StallDetector
 from omni_proxy.weight_sync.protocol.trainer_group import SyncState, WeightSync
-from omni_proxy.weight_sync.sync.member import Member
+from omni_proxy.weight_sync.sync.participant import Participant
 from omni_proxy.weight_sync.worker_calls import wait_until_refused
 
 POLL_SECS: Final = 0.05
@@ -159,12 +159,12 @@ class WatchedSync(Protocol):
 
     sync: WeightSync
     config_store: ConfigStore
-    members: dict[str, Member]
+    participants: dict[str, Participant]
     workers: list[Worker]
 
     def interrupt(self, cause: str, reason: str, name: str = "") -> None: ...
 
-    def on_member_lost(self, worker: Worker, reason: str) -> None: ...
+    def on_participant_lost(self, worker: Worker, reason: str) -> None: ...
 
 
 async def watch(watched: WatchedSync, link: TrainerLink | None) -> None:
@@ -174,7 +174,7 @@ async def watch(watched: WatchedSync, link: TrainerLink | None) -> None:
             nursery.start_soon(_watch_owner, watched, link)
         nursery.start_soon(_watch_progress, watched)
         for worker in watched.workers:
-            nursery.start_soon(_watch_member, watched, worker)
+            nursery.start_soon(_watch_participant, watched, worker)
 
 
 async def _watch_owner(watched: WatchedSync, link: TrainerLink) -> None:
@@ -194,13 +194,13 @@ async def _watch_owner(watched: WatchedSync, link: TrainerLink) -> None:
     watched.interrupt(f"the trainer is gone: {reason}", "owner_dead")
 
 
-async def _watch_member(watched: WatchedSync, worker: Worker) -> None:
+async def _watch_participant(watched: WatchedSync, worker: Worker) -> None:
     reason = await wait_until_refused(worker, watched.config_store.config.health.endpoint)
-    watched.on_member_lost(worker, reason)
+    watched.on_participant_lost(worker, reason)
 
 
 async def _watch_progress(watched: WatchedSync) -> None:
-    """Detect a stall while all members are armed; in other states the running call times out."""
+    """Detect a stall while all participants are armed; otherwise the running call times out."""
     detector: StallDetector | None = None
     while True:
         await trio.sleep(PROGRESS_INTERVAL_SECS)
@@ -208,7 +208,7 @@ async def _watch_progress(watched: WatchedSync) -> None:
             detector = None
             continue
         detector = detector or StallDetector(trio.current_time())
-        reports = await _read_progress(watched.members)
+        reports = await _read_progress(watched.participants)
         if watched.sync.state is SyncState.ARMED:
             first_secs = watched.config_store.config.weight_sync.ready_timeout_secs or inf
             now = trio.current_time()
@@ -217,16 +217,16 @@ async def _watch_progress(watched: WatchedSync) -> None:
                 watched.interrupt(reason, "member_failed" if name else "stall", name)
 
 
-async def _read_progress(members: Mapping[str, Member]) -> dict[str, ReceiveProgress]:
+async def _read_progress(participants: Mapping[str, Participant]) -> dict[str, ReceiveProgress]:
     reports: dict[str, ReceiveProgress] = {}
 
-    async def read_one(member: Member) -> None:
-        if (report := await member.read_progress()) is not None:
-            reports[member.name] = report
+    async def read_one(participant: Participant) -> None:
+        if (report := await participant.read_progress()) is not None:
+            reports[participant.name] = report
 
     async with trio.open_nursery() as nursery:
-        for member in members.values():
-            nursery.start_soon(read_one, member)
+        for participant in participants.values():
+            nursery.start_soon(read_one, participant)
     return reports
 
 

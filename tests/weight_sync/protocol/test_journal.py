@@ -74,7 +74,7 @@ def test_invalid_journals_are_refused(raw):
 
 
 @pytest.mark.parametrize("step", ["joining", "grouped", "arming", "armed", "committing"])
-def test_members_of_a_sync_are_uncertain_from_arming_on(step):
+def test_participants_of_a_sync_are_uncertain_from_arming_on(step):
     sync = JournalEntry(
         operation="g",
         path="/prepare_weights_update",

@@ -18,9 +18,11 @@ def test_a_layout_assigns_each_rank_once_and_none_outside_the_group(ranks, offse
         assert not fits
         return
     assert fits
-    assigned = [rank_range.offset + at for rank_range in layout for at in range(rank_range.ranks)]
+    assigned = [
+        rank_range.offset + at for rank_range in layout for at in range(rank_range.rank_count)
+    ]
     assert assigned == list(range(offset, offset + sum(ranks.values())))
-    assert {rank_range.name: rank_range.ranks for rank_range in layout} == ranks
+    assert {rank_range.name: rank_range.rank_count for rank_range in layout} == ranks
 
 
 def test_ranks_that_do_not_fit_are_refused_with_the_sum():
@@ -38,7 +40,7 @@ def test_rank_zero_cannot_be_assigned():
 
 
 @pytest.mark.parametrize("ranks", [{}, {"http://a": 0}])
-def test_a_member_without_ranks_is_refused(ranks):
+def test_a_participant_without_ranks_is_refused(ranks):
     with pytest.raises(RankLayoutError, match="at least one rank"):
         assign_ranks(1, 9, ranks)
 

@@ -1,4 +1,4 @@
-"""The sync state machine with simulated members that join, refuse, fail, die or report wrongly."""
+"""The sync state machine with simulated participants that join, refuse, fail, die or lie."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ from omni_proxy.weight_sync.protocol.trainer_group import (
     TRANSITIONS,
     GroupOwner,
     InvalidTransition,
-    MemberStatus,
+    ParticipantStatus,
     SyncEvent,
     SyncState,
     WeightSync,
@@ -24,7 +24,7 @@ from tests.example_counts import examples
 
 NAMES = ("http://a", "http://b", "http://c")
 LAST, MORE = UpdateFlags(flush_cache=True), UpdateFlags(flush_cache=False)
-# What a member does: succeed, refuse, fail halfway, die, or report success with other weights.
+# What a participant does: succeed, refuse, fail halfway, die, or report success with other weights.
 SUCCEEDS, REFUSES, BREAKS, DIES, LIES = "succeeds", "refuses", "breaks", "dies", "lies"
 BEFORE_APPLY = st.sampled_from((SUCCEEDS, SUCCEEDS, SUCCEEDS, REFUSES, DIES))
 DURING_APPLY = st.sampled_from(
@@ -32,11 +32,13 @@ DURING_APPLY = st.sampled_from(
 )
 
 
-def behaviours_of(member_behaviours):
-    """In most examples all members succeed, so that rounds are published."""
+def behaviours_of(participant_behaviours):
+    """In most examples all participants succeed, so that rounds are published."""
     all_succeed = st.just(dict.fromkeys(NAMES, SUCCEEDS))
     return (
-        all_succeed | all_succeed | st.fixed_dictionaries(dict.fromkeys(NAMES, member_behaviours))
+        all_succeed
+        | all_succeed
+        | st.fixed_dictionaries(dict.fromkeys(NAMES, participant_behaviours))
     )
 
 
@@ -52,7 +54,7 @@ def lost(name):
     return WorkerResult(name, None, error="ReadError")
 
 
-class SimulatedMember:
+class SimulatedParticipant:
     """`weights` has everything that was applied, in order."""
 
     def __init__(self):
@@ -64,7 +66,7 @@ class Fleet(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.sync = WeightSync()
-        self.members = {name: SimulatedMember() for name in NAMES}
+        self.participants = {name: SimulatedParticipant() for name in NAMES}
         self.uncertain = set()
         self.published = {()}
         self.count = 0
@@ -73,7 +75,7 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(behaviours=behaviours_of(BEFORE_APPLY))
     def init(self, behaviours):
-        alive = [name for name in NAMES if self.members[name].alive]
+        alive = [name for name in NAMES if self.participants[name].alive]
         if self.sync.state is not SyncState.IDLE:
             with pytest.raises(InvalidTransition) as refused:
                 self.sync.begin(GroupOwner("h", "other:1", 0.0), ())
@@ -84,10 +86,10 @@ class Fleet(RuleBasedStateMachine):
         layout = [RankRange(name, 1, 1 + at) for at, name in enumerate(alive)]
         self.sync.begin(GroupOwner("g", "host:1", 0.0), layout)
 
-        def join(member):
-            member.joined = True
+        def join(participant):
+            participant.joined = True
 
-        succeeded = self.call_members(behaviours, join)
+        succeeded = self.call_participants(behaviours, join)
         assert (self.sync.finish_step() is SyncState.GROUPED) is succeeded
         self.follow_up(succeeded)
 
@@ -101,10 +103,10 @@ class Fleet(RuleBasedStateMachine):
             return
         self.sync.arm(batched=batched, buckets=1, names=("t",))
 
-        def arm(member):
-            member.armed = True
+        def arm(participant):
+            participant.armed = True
 
-        succeeded = self.call_members(behaviours, arm)
+        succeeded = self.call_participants(behaviours, arm)
         assert (self.sync.finish_step() is SyncState.ARMED) is succeeded
         self.follow_up(succeeded)
 
@@ -155,18 +157,18 @@ class Fleet(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sync.state is not SyncState.IDLE)
     @rule(name=st.sampled_from(NAMES))
-    def a_member_dies(self, name):
-        if name in self.sync.members:
-            self.members[name].alive = False
+    def a_participant_dies(self, name):
+        if name in self.sync.participant_states:
+            self.participants[name].alive = False
             self.sync.fail(f"{name} is lost", name)
             self.follow_up()
             assert name in self.sync.cause
 
     @precondition(lambda self: self.sync.state is SyncState.IDLE)
     @rule(name=st.sampled_from(NAMES))
-    def a_dead_member_restarts(self, name):
-        if not self.members[name].alive:
-            self.members[name] = SimulatedMember()
+    def a_dead_participant_restarts(self, name):
+        if not self.participants[name].alive:
+            self.participants[name] = SimulatedParticipant()
             self.uncertain.discard(name)
 
     @precondition(lambda self: self.sync.state in (SyncState.IDLE, SyncState.GROUPED))
@@ -181,37 +183,37 @@ class Fleet(RuleBasedStateMachine):
 
     # Consequences
 
-    def call_members(self, behaviours, on_success):
-        """Return whether every member succeeded."""
-        for name in self.sync.members:
-            member, behaviour = self.members[name], behaviours[name]
+    def call_participants(self, behaviours, on_success):
+        """Return whether every participant succeeded."""
+        for name in self.sync.participant_states:
+            participant, behaviour = self.participants[name], behaviours[name]
             if behaviour == DIES:
-                member.alive = False
+                participant.alive = False
             if behaviour == SUCCEEDS:
-                on_success(member)
+                on_success(participant)
                 self.sync.on_result(ok(name))
             else:
                 self.sync.on_result(no(name) if behaviour == REFUSES else lost(name))
-        return all(behaviours[name] == SUCCEEDS for name in self.sync.members)
+        return all(behaviours[name] == SUCCEEDS for name in self.sync.participant_states)
 
     def apply(self, behaviours):
         self.count += 1
         batched = self.sync.round.batched
-        for name in self.sync.members:
-            member, behaviour = self.members[name], behaviours[name]
+        for name in self.sync.participant_states:
+            participant, behaviour = self.participants[name], behaviours[name]
             if behaviour in (SUCCEEDS, LIES):
                 applied = self.count if behaviour == SUCCEEDS else (name, self.count)
-                member.weights += (applied,)
-                member.armed = False
+                participant.weights += (applied,)
+                participant.armed = False
                 self.sync.on_result(ok(name))
                 continue
             if behaviour == DIES:
-                member.alive = False
+                participant.alive = False
             if behaviour == BREAKS or (behaviour == REFUSES and not batched):
-                member.weights += (("half", name, self.count),)
+                participant.weights += (("half", name, self.count),)
             result = no(name) if behaviour == REFUSES else lost(name)
             self.sync.on_result(result, modified=not (behaviour == REFUSES and batched))
-        all_ok = all(behaviours[name] in (SUCCEEDS, LIES) for name in self.sync.members)
+        all_ok = all(behaviours[name] in (SUCCEEDS, LIES) for name in self.sync.participant_states)
         assert self.sync.all_ok is all_ok
         self.sync.finish_step()
         if self.sync.state is SyncState.VERIFYING:
@@ -220,56 +222,60 @@ class Fleet(RuleBasedStateMachine):
 
     def verify(self):
         """The largest group with equal weights is proven; if two differ, both are uncertain."""
-        survivors = [name for name, part in self.sync.members.items() if not part.failed]
-        groups = Counter(self.members[name].weights for name in survivors)
+        survivors = [name for name, part in self.sync.participant_states.items() if not part.failed]
+        groups = Counter(self.participants[name].weights for name in survivors)
         largest = groups.most_common(1)[0]
         is_unique = sum(1 for count in groups.values() if count == largest[1]) == 1
-        agreed = [n for n in survivors if is_unique and self.members[n].weights == largest[0]]
+        agreed = [n for n in survivors if is_unique and self.participants[n].weights == largest[0]]
         newly_uncertain = self.sync.publish(agreed)
-        assert newly_uncertain.keys() == self.sync.members.keys() - set(agreed)
+        assert newly_uncertain.keys() == self.sync.participant_states.keys() - set(agreed)
         self.uncertain = (self.uncertain - set(agreed)) | newly_uncertain.keys()
         for name in agreed:
-            self.published.add(self.members[name].weights)
+            self.published.add(self.participants[name].weights)
 
     def follow_up(self, succeeded=True):
         if not succeeded:
             assert self.sync.state in (SyncState.ABORTING, SyncState.IDLE)
         if self.sync.state is not SyncState.ABORTING:
             return
-        for name in self.sync.members:
-            member = self.members[name]
-            if member.alive:
-                member.armed = member.joined = False
-            self.sync.on_left(name, ok=member.alive)
+        for name in self.sync.participant_states:
+            participant = self.participants[name]
+            if participant.alive:
+                participant.armed = participant.joined = False
+            self.sync.on_left(name, ok=participant.alive)
         self.uncertain |= self.sync.end().keys()
 
     def routed(self):
-        """Members that get requests: alive, not uncertain, not in a round."""
-        touched = {name for name, part in self.sync.members.items() if part.modified}
+        """Participants that get requests: alive, not uncertain, not in a round."""
+        touched = {name for name, part in self.sync.participant_states.items() if part.modified}
         return [
             name
             for name in NAMES
-            if self.members[name].alive and name not in self.uncertain | touched
+            if self.participants[name].alive and name not in self.uncertain | touched
         ]
 
     @invariant()
-    def no_member_is_armed_outside_a_round(self):
+    def no_participant_is_armed_outside_a_round(self):
         if self.sync.state in (SyncState.IDLE, SyncState.GROUPED):
-            assert not [n for n in NAMES if self.members[n].alive and self.members[n].armed]
+            assert not [
+                n for n in NAMES if self.participants[n].alive and self.participants[n].armed
+            ]
         if self.sync.state is SyncState.IDLE:
-            assert not [n for n in NAMES if self.members[n].alive and self.members[n].joined]
+            assert not [
+                n for n in NAMES if self.participants[n].alive and self.participants[n].joined
+            ]
 
     @invariant()
     def nothing_unpublished_is_routed(self):
         for name in self.routed():
-            assert self.members[name].weights in self.published
+            assert self.participants[name].weights in self.published
 
     @invariant()
-    def all_members_of_a_group_have_joined_it(self):
+    def all_participants_of_a_group_have_joined_it(self):
         if self.sync.state in (SyncState.GROUPED, SyncState.ARMED):
-            assert all(self.members[name].joined for name in self.sync.members)
+            assert all(self.participants[name].joined for name in self.sync.participant_states)
         if self.sync.state is SyncState.ARMED:
-            assert all(self.members[name].armed for name in self.sync.members)
+            assert all(self.participants[name].armed for name in self.sync.participant_states)
 
 
 Fleet.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=20)
@@ -303,25 +309,25 @@ def test_calls_after_the_end_of_a_sync_are_refused_with_its_cause():
         sync.arm(batched=False, buckets=1, names=("t",))
 
 
-def test_a_sync_that_all_members_refuse_leaves_no_member_uncertain():
+def test_a_sync_that_all_participants_refuse_leaves_no_participant_uncertain():
     sync = grouped("http://a", "http://b")
     sync.arm(batched=True, buckets=1, names=("t",))
-    for name in sync.members:
+    for name in sync.participant_states:
         sync.on_result(ok(name))
     sync.finish_step()
     sync.commit(LAST)
-    for name in sync.members:
+    for name in sync.participant_states:
         sync.on_result(no(name), modified=False)
     assert sync.finish_step() is SyncState.ABORTING
-    for name in sync.members:
+    for name in sync.participant_states:
         sync.on_left(name, ok=True)
     assert sync.end() == {}
 
 
-def test_a_sync_that_succeeds_on_one_member_is_published_for_that_member():
+def test_a_sync_that_succeeds_on_one_participant_is_published_for_that_participant():
     sync = grouped("http://a", "http://b")
     sync.arm(batched=True, buckets=1, names=("t",))
-    for name in sync.members:
+    for name in sync.participant_states:
         sync.on_result(ok(name))
     sync.finish_step()
     sync.commit(LAST)
@@ -330,7 +336,7 @@ def test_a_sync_that_succeeds_on_one_member_is_published_for_that_member():
     assert sync.finish_step() is SyncState.VERIFYING
     assert sync.publish(["http://a"]) == {"http://b": "ReadError"}
     assert sync.state is SyncState.ABORTING
-    assert sync.member_statuses() == {"http://a": "ok", "http://b": "uncertain"}
+    assert sync.participant_statuses() == {"http://a": "ok", "http://b": "uncertain"}
 
 
 def test_calls_that_all_abort_requests_complete_the_round():
@@ -351,10 +357,10 @@ def test_only_an_open_round_can_be_ended():
         grouped("http://a").commit_end()
 
 
-def test_a_member_is_updating_while_it_applies():
+def test_a_participant_is_updating_while_it_applies():
     sync = grouped("http://a")
     sync.update(LAST, ("t",))
-    assert sync.member_statuses() == {"http://a": MemberStatus.UPDATING.value}
+    assert sync.participant_statuses() == {"http://a": ParticipantStatus.UPDATING.value}
 
 
 def test_every_active_state_can_fail_and_be_destroyed():

@@ -66,7 +66,7 @@ async def test_end_weight_update_ends_the_round(trainer):
     assert (body["weight_epoch"], versions_by_url(trainer.api)[A]) == (1, ("v2", 1))
 
 
-async def test_a_part_that_one_member_refuses_leaves_all_workers_uncertain(trainer, engines):
+async def test_a_part_that_one_participant_refuses_leaves_all_workers_uncertain(trainer, engines):
     await trainer.join()
     await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)
     engines.set_reply(B, UPDATE, {"success": False, "message": "no"}, 400)
@@ -86,7 +86,7 @@ async def test_other_updates_are_refused_while_a_sync_is_open(trainer, engines):
     assert "group 'g'" in response.body["message"]
 
 
-async def test_other_updates_are_refused_while_members_are_armed(trainer, engines):
+async def test_other_updates_are_refused_while_participants_are_armed(trainer, engines):
     await trainer.arm()
     response = await trainer.ask(DISK, model_path="m")
     assert (response.status, engines.bodies(DISK, A)) == (409, [])

@@ -131,7 +131,7 @@ async def test_a_destroy_interrupts_the_running_step(trainer, engines, nursery):
     assert trainer.state == "idle"
 
 
-async def test_a_destroy_disarms_armed_members(trainer, engines):
+async def test_a_destroy_disarms_armed_participants(trainer, engines):
     await trainer.arm()
     await trainer.expect_ok(DESTROY)
     assert (trainer.state, uncertain_workers(trainer.api)) == ("idle", [])

@@ -80,7 +80,7 @@ async def test_two_simultaneous_completes_get_the_same_response(trainer, engines
     assert len(engines.bodies(COMPLETE, A)) == 1
 
 
-async def test_a_destroy_succeeds_if_members_have_already_left(trainer, engines):
+async def test_a_destroy_succeeds_if_participants_have_already_left(trainer, engines):
     await trainer.arm()
     engines.close_gate(COMPLETE)
     for url in (A, B):
@@ -96,7 +96,7 @@ async def test_a_destroy_succeeds_if_members_have_already_left(trainer, engines)
     assert "already left it" in response.body["message"]
 
 
-async def test_an_operator_ends_a_sync_whose_members_do_not_answer(trainer, engines):
+async def test_an_operator_ends_a_sync_whose_participants_do_not_answer(trainer, engines):
     await trainer.arm()
     engines.close_gate(COMPLETE)
     responses = []
@@ -123,7 +123,7 @@ async def test_a_group_without_a_round_is_aborted_and_its_workers_keep_their_wei
     assert (again.status_code, (await again.get_json())["error"]["code"]) == (409, "no_sync")
 
 
-async def test_bytes_are_counted_for_each_member_that_received_them(trainer):
+async def test_bytes_are_counted_for_each_participant_that_received_them(trainer):
     await trainer.join()
     await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)
     await trainer.expect_ok(PREPARE, **TENSORS)
@@ -193,7 +193,7 @@ async def test_only_the_first_cause_decides_the_status_code(trainer, engines):
     assert responses[0].body["message"] == f"{B}: ReadError"
 
 
-async def test_a_member_that_received_everything_does_not_stall(trainer, engines):
+async def test_a_participant_that_received_everything_does_not_stall(trainer, engines):
     report_progress(engines, "received", 7)
     await trainer.arm()
     with trio.fail_after(30):
@@ -214,7 +214,7 @@ async def test_continue_after_the_trainer_died_publishes_nothing(trainer):
     assert uncertain_workers(trainer.api) == [A, B]
 
 
-async def test_a_member_of_an_old_group_is_asked_to_destroy_it(trainer, engines, monkeypatch):
+async def test_a_participant_of_an_old_group_is_asked_to_destroy_it(trainer, engines, monkeypatch):
     monkeypatch.setattr(lifecycle, "DESTROY_TIMEOUT_SECS", 0.1)
     await trainer.join()
     engines.close_gate(DESTROY, B)

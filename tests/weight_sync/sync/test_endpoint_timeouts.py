@@ -26,7 +26,7 @@ ENGINES = SyncEngines
 SHORT_SECS = 0.2
 
 
-async def test_a_member_that_is_not_ready_in_time_is_named_and_all_are_disarmed(
+async def test_a_participant_that_is_not_ready_in_time_is_named_and_all_are_disarmed(
     trainer_with, engines
 ):
     trainer = await trainer_with(ready_timeout_secs=SHORT_SECS)

@@ -1,4 +1,4 @@
-"""How the weights, labels and caches of members decide which of them are uncertain."""
+"""How the weights, labels and caches of participants decide which of them are uncertain."""
 
 import pytest
 import trio

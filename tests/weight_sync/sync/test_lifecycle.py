@@ -28,10 +28,10 @@ pytestmark = pytest.mark.usefixtures("listening")
 ENGINES = SyncEngines
 
 
-# Lost members
+# Lost participants
 
 
-async def test_a_lost_member_ends_the_sync_and_is_named(trainer, listening, engines):
+async def test_a_lost_participant_ends_the_sync_and_is_named(trainer, listening, engines):
     await trainer.arm()
     listening[B].set()
     await trainer.until("idle")
@@ -41,7 +41,7 @@ async def test_a_lost_member_ends_the_sync_and_is_named(trainer, listening, engi
     assert f"{B} is lost: nothing listens" in response.body["message"]
 
 
-async def test_a_member_that_fails_its_probes_ends_the_sync(trainer):
+async def test_a_participant_that_fails_its_probes_ends_the_sync(trainer):
     await trainer.arm()
     trainer.api.fleet.mark_dead(trainer.api.worker(B), NOW)
     assert trainer.api.worker(B).health.state is Health.DEAD
@@ -49,7 +49,7 @@ async def test_a_member_that_fails_its_probes_ends_the_sync(trainer):
     assert B in trainer.api.operations.sync.status()["last_cause"]
 
 
-async def test_a_member_that_did_not_leave_is_called_again_before_it_joins(
+async def test_a_participant_that_did_not_leave_is_called_again_before_it_joins(
     trainer, engines, monkeypatch
 ):
     monkeypatch.setattr(lifecycle, "DESTROY_TIMEOUT_SECS", 0.1)
@@ -66,7 +66,7 @@ async def test_a_member_that_did_not_leave_is_called_again_before_it_joins(
 # Journal
 
 
-async def test_armed_members_are_recorded_and_uncertain_after_a_restart(
+async def test_armed_participants_are_recorded_and_uncertain_after_a_restart(
     trainer, folder, engines, nursery
 ):
     await trainer.join()
@@ -98,7 +98,7 @@ async def test_a_call_that_changes_weights_is_recorded_before_it_is_sent(trainer
         engines.open_gate(UPDATE)
 
 
-async def test_members_of_an_interrupted_group_leave_it_before_the_next_init(
+async def test_participants_of_an_interrupted_group_leave_it_before_the_next_init(
     trainer, folder, engines, nursery
 ):
     await trainer.arm()

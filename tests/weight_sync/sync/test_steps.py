@@ -118,7 +118,7 @@ async def test_a_trainer_address_without_a_torch_store_is_an_error(engines, fold
 
 
 @pytest.mark.parametrize("roles", [("regular", "regular"), ("prefill", "decode")])
-async def test_a_sync_is_published_only_when_all_members_have_it(trainer, engines, roles):
+async def test_a_sync_is_published_only_when_all_participants_have_it(trainer, engines, roles):
     for worker, role in zip(trainer.api.fleet.workers, roles, strict=True):
         trainer.api.fleet.report_role(worker, "" if role == "regular" else role)
     body = await trainer.arm()
@@ -149,7 +149,7 @@ async def test_a_sync_is_published_only_when_all_members_have_it(trainer, engine
     assert (trainer.state, trainer.api.config_store.membership_lock.held) == ("idle", False)
 
 
-async def test_a_malformed_call_arms_no_member_and_keeps_the_group(trainer, engines):
+async def test_a_malformed_call_arms_no_participant_and_keeps_the_group(trainer, engines):
     await trainer.join()
     response = await trainer.ask(PREPARE, num_buckets=2, buckets=[TENSORS])
     assert (response.status, trainer.state) == (400, "grouped")
@@ -157,7 +157,9 @@ async def test_a_malformed_call_arms_no_member_and_keeps_the_group(trainer, engi
     await trainer.expect_ok(PREPARE, **BUCKETS)
 
 
-async def test_a_prepare_that_a_member_refuses_names_it_and_disarms_all_members(trainer, engines):
+async def test_a_prepare_that_a_participant_refuses_names_it_and_disarms_all_participants(
+    trainer, engines
+):
     await trainer.join()
     engines.set_reply(B, PREPARE, {"success": False, "message": "armed already"}, 409)
     response = await trainer.ask(PREPARE, **BUCKETS)
@@ -237,7 +239,7 @@ async def test_weights_that_all_refuse_leave_no_worker_uncertain(trainer, engine
     assert (cordon_reasons_of(trainer.api), versions_by_url(trainer.api)) == ([[], []], before)
 
 
-async def test_a_member_without_a_readable_checksum_is_uncertain(trainer, engines):
+async def test_a_participant_without_a_readable_checksum_is_uncertain(trainer, engines):
     await trainer.arm()
     engines.replies[B, "/weights_checker"] = LOST
     response = await trainer.ask(COMPLETE, weight_version="v2")

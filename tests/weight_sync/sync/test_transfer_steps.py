@@ -253,7 +253,7 @@ async def test_a_dead_trainer_ends_an_open_update(trainer, engines):
     assert engines.open == engines.collected == set()
 
 
-async def test_a_member_that_dies_during_an_update_ends_the_round(trainer, engines, listening):
+async def test_a_participant_that_dies_during_an_update_ends_the_round(trainer, engines, listening):
     await trainer.start()
     engines.close_gate(UPDATE, A)
     responses = []

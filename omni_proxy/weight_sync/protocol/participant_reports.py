@@ -1,9 +1,9 @@
-"""Reports of a sync's members: their progress, and their results merged for the trainer. Pure.
+"""Reports of a sync's participants: progress, and results merged for the trainer. Pure.
 
 Invariants: `success`, `message` and `status` are top-level keys of every response and never
-contradict the status code; `num_buckets_received` is the count of one member (note:two-phase 1.3,
-1.4). A member never counts as stalled if it reports nothing, only repeats an old report, or has
-received everything.
+contradict the status code; `num_buckets_received` is the count of one participant (note:two-phase
+1.3, 1.4). A participant never counts as stalled if it reports nothing, only repeats an old report,
+or has received everything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RECEIVING: Final = "receiving"
 
 @dataclass(frozen=True, slots=True)
 class ReceiveProgress:
-    """A progress report of a member. `state`: its own name for it. `received`: buckets, bytes.
+    """A progress report of a participant. `state`: its own name for it. `received`: buckets, bytes.
 
     `age_secs`: age of the transfer; it distinguishes a new report from a repeated one.
     """
@@ -62,7 +62,7 @@ class StallDetector:
         stall_secs: float,
         first_secs: float,
     ) -> tuple[str, str]:
-        """Return why the transfer will not complete, and the member that failed, if one did.
+        """Return why the transfer will not complete, and the participant that failed, if one did.
 
         ("", "") while it may still complete. The limit is `stall_secs` without progress; before the
         first bytes arrive it is at least `first_secs`.
@@ -104,7 +104,8 @@ def _secs(report: Mapping[str, Any]) -> float:
 READY: Final = "ready"
 NOT_AWAITED: Final = "its answer was not waited for"
 BUCKET_COUNT: Final = "num_buckets_received"
-# Copied to the top level if all members agree: a trainer reads them in the response to complete.
+# Copied to the top level if all participants agree: a trainer reads them in the response to
+# complete.
 COPIED_KEYS: Final = ("cache_epoch", "cache_version", "fp8_kv_cache_postprocess_ran",
                       "fp8_kv_cache_static_scales_updated")  # fmt: skip
 
@@ -113,7 +114,7 @@ COPIED_KEYS: Final = ("cache_epoch", "cache_version", "fp8_kv_cache_postprocess_
 class StepFailure:
     """Why a step failed. `cause`: the first failure, or "".
 
-    `status`: HTTP status of the response if the cause is not a member's result, otherwise 0.
+    `status`: HTTP status of the response if the cause is not a participant's result, otherwise 0.
     """
 
     cause: str = ""
@@ -129,8 +130,8 @@ def merge_results(
     sync: WeightSync,
     failure: StepFailure = NO_FAILURE,
 ) -> AdminResponse:
-    """Merge the members' results into one response; `failure`: why the step failed, if it did."""
-    statuses = sync.member_statuses()
+    """Merge the participants' results; `failure`: why the step failed, if it did."""
+    statuses = sync.participant_statuses()
     more = {name: {"standing": status} for name, status in statuses.items()}
     response = aggregate(path, results, more)
     if not failure.cause and response.ok:
@@ -147,7 +148,7 @@ def with_ready_status(response: AdminResponse) -> AdminResponse:
 
 
 def with_bucket_count(response: AdminResponse, results: Sequence[WorkerResult]) -> AdminResponse:
-    """Add the lowest bucket count of the members, and those COPIED_KEYS that all agree on."""
+    """Add the lowest bucket count of the participants, and those COPIED_KEYS that all agree on."""
     counts = [_find(result.body, BUCKET_COUNT) for result in results]
     numbers = [count for count in counts if isinstance(count, int)]
     more: dict[str, object] = {BUCKET_COUNT: min(numbers)} if numbers else {}
@@ -159,15 +160,15 @@ def with_bucket_count(response: AdminResponse, results: Sequence[WorkerResult]) 
 
 
 def received_bytes(result: WorkerResult) -> int:
-    """The received bytes that the member reports; 0 if it reports none."""
+    """The received bytes that the participant reports; 0 if it reports none."""
     nbytes = _find(result.body, "bytes")
     return nbytes if isinstance(nbytes, int) else 0
 
 
 def _status_code(results: Sequence[WorkerResult], cause: str) -> int:
-    """400 if a member refused with 4xx (the trainer's fault), otherwise 502.
+    """400 if a participant refused with 4xx (the trainer's fault), otherwise 502.
 
-    Only the first failure counts: refusals of other members may be consequences of it.
+    Only the first failure counts: refusals of other participants may be consequences of it.
     """
     failed = [r for r in results if not r.success and r.error != NOT_AWAITED]
     matching = [result for result in failed if cause == f"{result.worker}: {result.reason}"]

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.weight_sync.protocol.member_reports import (
+from omni_proxy.weight_sync.protocol.participant_reports import (
     ReceiveProgress,
     StallDetector,
     parse_progress,
@@ -33,7 +33,7 @@ def test_progress_of_a_replica_of_the_previous_release_has_the_old_name():
     assert parse_progress(info).received == (0, 7)
 
 
-def test_a_failed_receive_is_reported_with_the_name_of_the_member():
+def test_a_failed_receive_is_reported_with_the_name_of_the_participant():
     detector = StallDetector(0.0)
     reports = {"a": progress(1, 1.0), "b": progress(0, 1.0, "failed", "the trainer is gone")}
     assert detector.update(1.0, reports, 30.0, 60.0) == (
@@ -54,7 +54,7 @@ def test_no_progress_until_the_limit_is_a_stall_and_the_first_byte_has_longer(nb
 
 
 @pytest.mark.parametrize("state", ["received", "applying", "grouped"])
-def test_a_member_that_received_everything_never_stalls(state):
+def test_a_participant_that_received_everything_never_stalls(state):
     detector = StallDetector(0.0)
     for now in range(1, 50):
         assert detector.update(now, {"a": progress(9, float(now), state)}, 3.0, 8.0) == OK

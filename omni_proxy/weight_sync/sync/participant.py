@@ -1,11 +1,12 @@
-"""Members of a trainer's group behind the proxy: workers of both dialects, and the proxy's rank.
+"""Participants of a trainer's group: workers of both dialects, and the proxy's rank.
 
 Contract: a call ends with a result, never with a transport error, and has no timeout of its own.
-After a cancelled call the state of the member is unknown; the caller undoes it with `destroy`.
-A vLLM member that leaves with an open update starts and finishes one first: vLLM 0.32.0 otherwise
-keeps the tensors of a partly received layer, and every later update fails (both were run).
-`GroupFanOut` calls all members concurrently. No member waits for the result of another one; the
-first cause of failure is kept: a member's result, a timeout, or a report that the group is lost.
+After a cancelled call the state of the participant is unknown; the caller undoes it with `destroy`.
+A vLLM participant that leaves with an open update starts and finishes one first: vLLM 0.32.0
+otherwise keeps the tensors of a partly received layer, and every later update fails (both were
+run). `GroupFanOut` calls all participants concurrently. No participant waits for the result of
+another one; the first cause of failure is kept: a participant's result, a timeout, or a report that
+the group is lost.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from omni_proxy.admin_ops.engine_paths import (
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker
-from omni_proxy.weight_sync.protocol.member_reports import (
+from omni_proxy.weight_sync.protocol.participant_reports import (
     NOT_AWAITED,
     ReceiveProgress,
     parse_progress,
@@ -46,10 +47,10 @@ from omni_proxy.weight_sync.worker_calls import OnResult, post_json
 PROGRESS_TIMEOUT_SECS: Final = 2.0
 
 
-class Member(Protocol):
-    """A participant of a group. It has `ranks` consecutive ranks, starting at its `rank_offset`.
+class Participant(Protocol):
+    """A participant of a group, with `rank_count` consecutive ranks from its `rank_offset` on.
 
-    Bodies are forwarded as the trainer sent them, except that `init` sets the member's ranks.
+    Bodies are forwarded as the trainer sent them, except that `init` sets the participant's ranks.
     """
 
     @property
@@ -57,7 +58,7 @@ class Member(Protocol):
         """A worker's URL, or "proxy"."""
 
     @property
-    def ranks(self) -> int: ...
+    def rank_count(self) -> int: ...
 
     async def init(
         self, body: Mapping[str, Any], rank_offset: int, world_size: int
@@ -72,15 +73,15 @@ class Member(Protocol):
     async def destroy(self, body: bytes) -> WorkerResult: ...
 
     async def read_progress(self) -> ReceiveProgress | None:
-        """How much the member has received; None if it does not report that."""
+        """How much the participant has received; None if it does not report that."""
 
 
-class WorkerMember:
+class WorkerParticipant:
     """A worker, called on its admin routes. `headers`: credentials of the current caller."""
 
-    def __init__(self, worker: Worker, ranks: int) -> None:
+    def __init__(self, worker: Worker, rank_count: int) -> None:
         self.worker = worker
-        self.ranks = ranks
+        self.rank_count = rank_count
         self.headers: dict[str, str] = {}
 
     @property
@@ -117,31 +118,34 @@ class WorkerMember:
 LATE_SECS: Final = 2.0
 SHORT_GRACE_SECS: Final = 1.0
 
-MemberCall = Callable[[Member], Awaitable[WorkerResult]]
+ParticipantCall = Callable[[Participant], Awaitable[WorkerResult]]
 
 
 @dataclass(frozen=True, slots=True)
 class FanOutTimeouts:
     """Timeouts of a fan-out, in seconds.
 
-    All results have to arrive within `within_secs`. After a failure the other members get
+    All results have to arrive within `within_secs`. After a failure the other participants get
     `grace_secs`; those without a result then get the call `undo`.
     """
 
     within_secs: float
     grace_secs: float = 0.0
-    undo: MemberCall | None = None
+    undo: ParticipantCall | None = None
 
 
 class GroupFanOut:
-    """Calls all members concurrently. Call `run` once. `cause`: the first failure, or ""."""
+    """Calls all participants concurrently. Call `run` once. `cause`: the first failure, or ""."""
 
     def __init__(
-        self, members: Sequence[Member], call: MemberCall, on_result: OnResult = lambda _: None
+        self,
+        participants: Sequence[Participant],
+        call: ParticipantCall,
+        on_result: OnResult = lambda _: None,
     ) -> None:
         self.cause = ""
         self.results: dict[str, WorkerResult] = {}
-        self._members = members
+        self._participants = participants
         self._call = call
         self._on_result = on_result
         self._all_fail = False
@@ -149,80 +153,89 @@ class GroupFanOut:
         self._all_done = trio.Event()
 
     def fail(self, cause: str, *, all_fail: bool = False) -> None:
-        """Record a failure. `all_fail`: the remaining members can't succeed either."""
+        """Record a failure. `all_fail`: the remaining participants can't succeed either."""
         self.cause = self.cause or cause
         self._all_fail = self._all_fail or all_fail
         self._decided.set()
 
     async def run(self, timeouts: FanOutTimeouts) -> list[WorkerResult]:
-        """Returns results in the order of the members; for one without an answer, an error."""
+        """Returns results in the order of the participants; for one without an answer, an error."""
         async with trio.open_nursery() as nursery:
-            for member in self._members:
-                nursery.start_soon(self._call_member, member)
+            for participant in self._participants:
+                nursery.start_soon(self._call_participant, participant)
             with trio.move_on_after(timeouts.within_secs) as scope:
                 await self._decided.wait()
             if scope.cancelled_caught:
-                waiting = ", ".join(member.name for member in self._waiting())
+                waiting = ", ".join(participant.name for participant in self._waiting())
                 self.fail(f"no answer within {timeouts.within_secs:g} s: {waiting}")
             if timeouts.grace_secs and not self._all_done.is_set():
                 shortened = min(timeouts.grace_secs, SHORT_GRACE_SECS)
                 with trio.move_on_after(shortened if self._all_fail else timeouts.grace_secs):
                     await self._all_done.wait()
             if timeouts.undo is not None and not self._all_done.is_set():
-                for member in self._waiting():
-                    nursery.start_soon(timeouts.undo, member)
+                for participant in self._waiting():
+                    nursery.start_soon(timeouts.undo, participant)
                 with trio.move_on_after(LATE_SECS):
                     await self._all_done.wait()
             nursery.cancel_scope.cancel()
-        return [self._result(member) for member in self._members]
+        return [self._result(participant) for participant in self._participants]
 
-    def _waiting(self) -> list[Member]:
-        return [member for member in self._members if member.name not in self.results]
+    def _waiting(self) -> list[Participant]:
+        return [
+            participant
+            for participant in self._participants
+            if participant.name not in self.results
+        ]
 
-    def _result(self, member: Member) -> WorkerResult:
-        result = self.results.get(member.name)
-        return result or WorkerResult(member.name, None, error=NOT_AWAITED)
+    def _result(self, participant: Participant) -> WorkerResult:
+        result = self.results.get(participant.name)
+        return result or WorkerResult(participant.name, None, error=NOT_AWAITED)
 
-    async def _call_member(self, member: Member) -> None:
-        result = await self._call(member)
-        self.results[member.name] = result
+    async def _call_participant(self, participant: Participant) -> None:
+        result = await self._call(participant)
+        self.results[participant.name] = result
         self._on_result(result)
-        if len(self.results) == len(self._members):
+        if len(self.results) == len(self._participants):
             self._all_done.set()
             self._decided.set()
         if not result.success:
-            self.fail(f"{member.name}: {result.reason}")
+            self.fail(f"{participant.name}: {result.reason}")
 
 
 ACTIVE: Final = "already active"  # in vLLM's error if an update is already open
 STARTS: Final = (START_UPDATE, START_DRAFT_UPDATE)
 
 
-class TransferMember(WorkerMember):
-    """A vLLM worker. `ranks_at`: its ranks once assigned. `opened`: an update may be unfinished."""
+class TransferParticipant(WorkerParticipant):
+    """A vLLM worker. `rank_range`: its ranks once assigned.
 
-    ranks_at: RankRange | None = None
-    opened = False
+    `may_have_open_update`: an update may have been started and not finished.
+    """
 
-    async def join(self, request: TransferInit, ranks: RankRange) -> WorkerResult:
-        self.ranks_at = ranks
-        return await self.call(TRANSFER_INIT, request.body_for(ranks.offset))
+    rank_range: RankRange | None = None
+    may_have_open_update = False
+
+    async def join(self, request: TransferInit, rank_range: RankRange) -> WorkerResult:
+        self.rank_range = rank_range
+        return await self.call(TRANSFER_INIT, request.body_for(rank_range.offset))
 
     async def receive(self, path: str, request: TransferUpdate, first_rank: int) -> WorkerResult:
-        assert self.ranks_at is not None
-        return await self.call(path, request.body_for(self.ranks_at, first_rank))
+        assert self.rank_range is not None
+        return await self.call(path, request.body_for(self.rank_range, first_rank))
 
     async def call(self, path: str, body: bytes) -> WorkerResult:
         result = await super().call(path, body)
         if path in STARTS:
-            self.opened = result.success or result.status is None or ACTIVE in result.reason
+            self.may_have_open_update = (
+                result.success or result.status is None or ACTIVE in result.reason
+            )
         elif path == FINISH_UPDATE and result.success:
-            self.opened = False
+            self.may_have_open_update = False
         return result
 
     async def destroy(self, body: bytes) -> WorkerResult:
         """Leave the group; a missing route is a success, since older engines have no such group."""
-        if self.opened:
+        if self.may_have_open_update:
             await self.call(START_UPDATE, b"")  # refused if the update is still open
             await self.call(FINISH_UPDATE, b"")
         result = await self.call(TRANSFER_SHUTDOWN, b"")
@@ -233,19 +246,19 @@ class TransferMember(WorkerMember):
     async def init(
         self, body: Mapping[str, Any], rank_offset: int, world_size: int
     ) -> WorkerResult:
-        return self._not_of_this_kind()
+        return self._wrong_group()
 
     async def prepare(self, body: bytes) -> WorkerResult:
-        return self._not_of_this_kind()
+        return self._wrong_group()
 
     async def complete(self, body: bytes) -> WorkerResult:
-        return self._not_of_this_kind()
+        return self._wrong_group()
 
     async def update(self, body: bytes) -> WorkerResult:
-        return self._not_of_this_kind()
+        return self._wrong_group()
 
     async def read_progress(self) -> ReceiveProgress | None:
         return None
 
-    def _not_of_this_kind(self) -> WorkerResult:
-        return WorkerResult(self.name, None, error="it is in a group of vLLM's weight transfer")
+    def _wrong_group(self) -> WorkerResult:
+        return WorkerResult(self.name, None, error="it is in a vLLM weight-transfer group")
