@@ -168,7 +168,7 @@ class WeightOperations:
     def is_updating(self, worker: Worker) -> bool:
         """Whether an operation, a sync or another proxy may be changing the worker's weights."""
         lifecycle = self.sync.lifecycle
-        in_sync = worker in lifecycle.quarantine or worker.url in lifecycle.leaving
+        in_sync = worker in lifecycle.changing_versions or worker.url in lifecycle.leaving
         return self.queue.targets(worker) or in_sync or self.is_updated_by_peer(worker)
 
     async def _perform(self, call: AdminCall) -> AdminResponse:
@@ -320,16 +320,18 @@ class WeightOperations:
             call = AdminCall(CONTINUE, "POST", CONTINUE.path, b"{}", headers)
             results = await call_all(alive, call.to_workers(secs), operation.on_result)
             # A worker without the route cannot have been paused.
-            stuck = {r.worker: r for r in results if not r.success and r.status not in ROUTE_ABSENT}
+            not_resumed = {
+                r.worker: r for r in results if not r.success and r.status not in ROUTE_ABSENT
+            }
             readable, self.journal.readable = self.journal.readable, True
-            resolved = [url for url in urls if url not in stuck]
+            resolved = [url for url in urls if url not in not_resumed]
             await self.journal.waive_targets(resolved)
             self.journal.clear_uncertain(resolved)
-            self.clear_pauses([worker for worker in alive if worker.url not in stuck])
+            self.clear_pauses([worker for worker in alive if worker.url not in not_resumed])
             await self.journal.finish_operation()
             ids = [self._worker_id(url) for url in resolved]
             more = {"journal_readable": readable, "resolved_worker_ids": ids}
-            return _resolve_response(more, stuck)
+            return _resolve_response(more, not_resumed)
 
         return await self.queue.run(operation, perform)
 
@@ -438,10 +440,12 @@ def _check_rank_clash(call: AdminCall, workers: list[Worker]) -> None:
         raise HttpError(422, message, "several_workers", detail=message)
 
 
-def _resolve_response(more: dict[str, object], stuck: Mapping[str, WorkerResult]) -> AdminResponse:
-    if not stuck:
+def _resolve_response(
+    more: dict[str, object], not_resumed: Mapping[str, WorkerResult]
+) -> AdminResponse:
+    if not not_resumed:
         return AdminResponse(200, {"status": "ok", "success": True, "message": "ok", **more})
     message = "some workers did not accept continue_generation and stay out of routing"
-    unresolved = {url: result.reason for url, result in stuck.items()}
+    unresolved = {url: result.reason for url, result in not_resumed.items()}
     body = {"status": "error", "success": False, "message": message, "unresolved": unresolved}
     return AdminResponse(502, {**body, **more})

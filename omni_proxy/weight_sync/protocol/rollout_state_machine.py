@@ -2,11 +2,11 @@
 
     rollout  running <-> paused; both -> rolling_back -> failed, cancelled; running -> succeeded
     worker   pending -> updating -> updated                       -> restoring -> restored
-                           ├─> broken: its weights are unknown  ──────┴─> lost: out, until resolved
+                           ├─> uncertain: its weights are unknown   ──┴─> unrestored: until resolved
                            └─> restored: it refused, and keeps its weights
 Invariants: while updating, at most `max_unavailable` serving workers are out of rotation; only the
 canary is updated until all its workers are; after the first failure or a cancel no further worker
-is updated, and each changed one ends restored or lost. A state is an immutable value: a step
+is updated, and each changed one ends restored or unrestored. A state is an immutable value: a step
 returns a new one, and raises InvalidStep if it is not allowed in the state.
 """
 
@@ -36,15 +36,18 @@ class RolloutPhase(StrEnum):
 
 
 class WorkerPhase(StrEnum):
-    """The phase of one worker in a rollout; the diagram is above."""
+    """The phase of one worker in a rollout; the diagram is above.
+
+    The values are in the journal and in responses, two of them under a former name.
+    """
 
     PENDING = "pending"
     UPDATING = "updating"
     UPDATED = "updated"
-    BROKEN = "broken"
+    UNCERTAIN = "broken"
     RESTORING = "restoring"
     RESTORED = "restored"
-    LOST = "lost"
+    UNRESTORED = "lost"
     SKIPPED = "skipped"
 
 
@@ -56,17 +59,17 @@ class Presence(StrEnum):
     """
 
     SERVING = "serving"  # in rotation
-    OUT = "out"  # healthy, but out of rotation for another reason: disabled, uncertain
+    OUT_OF_ROTATION = "out"  # healthy, but out of rotation for another reason: disabled, uncertain
     MISSED = "missed"
     UNKNOWN = "unknown"
     DOWN = "down"  # not healthy
     GONE = "gone"  # dead, or not in the fleet
 
 
-_REACHABLE: Final = (Presence.SERVING, Presence.OUT, Presence.MISSED)
+_REACHABLE: Final = (Presence.SERVING, Presence.OUT_OF_ROTATION, Presence.MISSED)
 _ENDED: Final = (RolloutPhase.SUCCEEDED, RolloutPhase.FAILED, RolloutPhase.CANCELLED)
-_TOUCHED: Final = (WorkerPhase.UPDATING, WorkerPhase.BROKEN, WorkerPhase.RESTORING)
-_SETTLED: Final = (WorkerPhase.RESTORED, WorkerPhase.LOST, WorkerPhase.SKIPPED)
+_TOUCHED: Final = (WorkerPhase.UPDATING, WorkerPhase.UNCERTAIN, WorkerPhase.RESTORING)
+_SETTLED: Final = (WorkerPhase.RESTORED, WorkerPhase.UNRESTORED, WorkerPhase.SKIPPED)
 
 
 class FormerVersion(Struct, frozen=True, kw_only=True):
@@ -196,7 +199,7 @@ def decide(state: RolloutState, presence: Mapping[str, Presence]) -> Decision:
     if state.busy:
         return Waiting("workers are being updated")
     if state.phase is RolloutPhase.ROLLING_BACK:
-        return _decide_back(state, presence)
+        return _decide_rollback(state, presence)
     if state.phase is RolloutPhase.PAUSED:
         return Waiting("paused: POST /weights/rollout/resume continues")
     return _decide_forward(state, presence)
@@ -205,7 +208,7 @@ def decide(state: RolloutState, presence: Mapping[str, Presence]) -> Decision:
 def _decide_forward(state: RolloutState, presence: Mapping[str, Presence]) -> Decision:
     present = {worker.url: presence.get(worker.url, Presence.GONE) for worker in state.workers}
     missed = [url for url in state.urls(WorkerPhase.UPDATED) if present[url] is Presence.MISSED]
-    pending = [*state.urls(WorkerPhase.BROKEN), *missed, *state.urls(WorkerPhase.PENDING)]
+    pending = [*state.urls(WorkerPhase.UNCERTAIN), *missed, *state.urls(WorkerPhase.PENDING)]
     if not pending:
         if state.urls(WorkerPhase.UPDATED):
             return Finish(RolloutPhase.SUCCEEDED)
@@ -237,9 +240,9 @@ def _urgency(worker: RolloutWorker, presence: Presence) -> int:
     return 1 if presence is Presence.SERVING else 2
 
 
-def _decide_back(state: RolloutState, presence: Mapping[str, Presence]) -> Decision:
+def _decide_rollback(state: RolloutState, presence: Mapping[str, Presence]) -> Decision:
     """The next restores. Unhealthy workers are included, so that they don't delay the end."""
-    touched = state.urls(WorkerPhase.BROKEN, WorkerPhase.UPDATED)
+    touched = state.urls(WorkerPhase.UNCERTAIN, WorkerPhase.UPDATED)
     if not touched:
         phase = RolloutPhase.CANCELLED if state.cancelled else RolloutPhase.FAILED
         return Finish(phase, state.cause)
@@ -248,9 +251,9 @@ def _decide_back(state: RolloutState, presence: Mapping[str, Presence]) -> Decis
         return Waiting(f"waits for the first health checks of {', '.join(unknown)}")
     out = [url for url in unavailable(state, presence) if url not in touched]
     slots = max(state.max_unavailable - len(out), 1)
-    broken = [url for url in touched if state.worker(url).phase is WorkerPhase.BROKEN]
-    unbroken = [url for url in touched if url not in broken]
-    return NextBatch(tuple([*broken, *unbroken][:slots]), restores=True)
+    uncertain = [url for url in touched if state.worker(url).phase is WorkerPhase.UNCERTAIN]
+    updated = [url for url in touched if url not in uncertain]
+    return NextBatch(tuple([*uncertain, *updated][:slots]), restores=True)
 
 
 def unavailable(state: RolloutState, presence: Mapping[str, Presence]) -> list[str]:
@@ -259,7 +262,7 @@ def unavailable(state: RolloutState, presence: Mapping[str, Presence]) -> list[s
         worker.url
         for worker in state.workers
         if worker.served
-        and worker.phase not in (WorkerPhase.SKIPPED, WorkerPhase.LOST)
+        and worker.phase not in (WorkerPhase.SKIPPED, WorkerPhase.UNRESTORED)
         and presence.get(worker.url, Presence.GONE) is not Presence.GONE
         and (worker.phase in _TOUCHED or presence.get(worker.url) is not Presence.SERVING)
     ]
@@ -274,7 +277,7 @@ def join(state: RolloutState, workers: Iterable[RolloutWorker]) -> RolloutState:
     A worker that is already part of the rollout is unchanged, unless it was skipped.
     """
     if state.ended or state.phase is RolloutPhase.ROLLING_BACK:
-        raise InvalidStep(f"no worker can join while it is {state.phase}")
+        raise InvalidStep(f"no worker can join while the rollout is {state.phase}")
     rows = {worker.url: worker for worker in state.workers}
     for worker in workers:
         row = rows.get(worker.url)
@@ -303,41 +306,41 @@ def _observed(worker: RolloutWorker, presence: Mapping[str, Presence]) -> Rollou
 def begin(state: RolloutState, urls: Collection[str]) -> RolloutState:
     """Begin to update workers: from here on their weights are unknown."""
     _require(state, RolloutPhase.RUNNING)
-    allowed = (WorkerPhase.PENDING, WorkerPhase.BROKEN, WorkerPhase.UPDATED)
-    return _moved(state, urls, allowed, WorkerPhase.UPDATING)
+    allowed = (WorkerPhase.PENDING, WorkerPhase.UNCERTAIN, WorkerPhase.UPDATED)
+    return _transition(state, urls, allowed, WorkerPhase.UPDATING)
 
 
-def give_back(state: RolloutState, rows: Iterable[RolloutWorker]) -> RolloutState:
+def undo_begin(state: RolloutState, rows: Iterable[RolloutWorker]) -> RolloutState:
     """Undo `begin`, after nothing was sent. `rows`: the workers' rows before it."""
     for row in rows:
         if state.worker(row.url).phase is not WorkerPhase.UPDATING:
             raise InvalidStep(f"{row.url} is {state.worker(row.url).phase}, not begun")
-        state = _with(state, row)
+        state = _replace_row(state, row)
     return state
 
 
 def begin_restore(state: RolloutState, urls: Collection[str]) -> RolloutState:
     _require(state, RolloutPhase.ROLLING_BACK)
-    allowed = (WorkerPhase.UPDATED, WorkerPhase.BROKEN)
-    return _moved(state, urls, allowed, WorkerPhase.RESTORING, None)
+    allowed = (WorkerPhase.UPDATED, WorkerPhase.UNCERTAIN)
+    return _transition(state, urls, allowed, WorkerPhase.RESTORING, None)
 
 
-def remember(state: RolloutState, url: str, former: FormerVersion) -> RolloutState:
+def record_former_version(state: RolloutState, url: str, former: FormerVersion) -> RolloutState:
     """Record the worker's former version, read just before its update."""
     row = state.worker(url)
     if row.phase is not WorkerPhase.PENDING:
         raise InvalidStep(f"{url} is {row.phase}: its former version can't be read any more")
-    return _with(state, replace(row, former=former))
+    return _replace_row(state, replace(row, former=former))
 
 
 def succeed(
     state: RolloutState, url: str, epoch: int, digest: Digest | None = None
 ) -> RolloutState:
     """The worker has the new version, as far as that can be proven."""
-    state = _moved(state, [url], (WorkerPhase.UPDATING,), WorkerPhase.UPDATED)
+    state = _transition(state, [url], (WorkerPhase.UPDATING,), WorkerPhase.UPDATED)
     state = replace(state, epoch=state.epoch or epoch, digest=state.digest or digest)
     ready = len(state.urls(WorkerPhase.UPDATED)) == state.canary
-    unfinished = state.urls(WorkerPhase.PENDING, WorkerPhase.BROKEN, WorkerPhase.UPDATING)
+    unfinished = state.urls(WorkerPhase.PENDING, WorkerPhase.UNCERTAIN, WorkerPhase.UPDATING)
     if state.pause_after_canary and ready and unfinished and state.phase is RolloutPhase.RUNNING:
         return replace(state, phase=RolloutPhase.PAUSED)
     return state
@@ -345,30 +348,30 @@ def succeed(
 
 def refuse(state: RolloutState, url: str, reason: str) -> RolloutState:
     """The worker refused, and still has its former version."""
-    state = _moved(state, [url], (WorkerPhase.UPDATING,), WorkerPhase.RESTORED, reason)
+    state = _transition(state, [url], (WorkerPhase.UPDATING,), WorkerPhase.RESTORED, reason)
     return fail(state, f"{url}: {reason}")
 
 
-def mark_broken(state: RolloutState, url: str, reason: str) -> RolloutState:
+def mark_uncertain(state: RolloutState, url: str, reason: str) -> RolloutState:
     """The update failed, and the worker's weights are unknown."""
-    state = _moved(state, [url], (WorkerPhase.UPDATING,), WorkerPhase.BROKEN, reason)
+    state = _transition(state, [url], (WorkerPhase.UPDATING,), WorkerPhase.UNCERTAIN, reason)
     return fail(state, f"{url}: {reason}")
 
 
 def restore(state: RolloutState, url: str) -> RolloutState:
     """The worker has its former version again."""
-    return _moved(state, [url], (WorkerPhase.RESTORING,), WorkerPhase.RESTORED, None)
+    return _transition(state, [url], (WorkerPhase.RESTORING,), WorkerPhase.RESTORED, None)
 
 
-def lose(state: RolloutState, url: str, reason: str) -> RolloutState:
+def fail_restore(state: RolloutState, url: str, reason: str) -> RolloutState:
     """The worker could not be restored: it stays out of rotation."""
-    return _moved(state, [url], (WorkerPhase.RESTORING,), WorkerPhase.LOST, reason)
+    return _transition(state, [url], (WorkerPhase.RESTORING,), WorkerPhase.UNRESTORED, reason)
 
 
 def fail(state: RolloutState, cause: str) -> RolloutState:
     """Roll back; the first cause is kept."""
     if state.ended:
-        raise InvalidStep(f"it is {state.phase} already")
+        raise InvalidStep(f"the rollout is {state.phase} already")
     return replace(state, phase=RolloutPhase.ROLLING_BACK, cause=state.cause or cause)
 
 
@@ -397,12 +400,14 @@ def recover(state: RolloutState) -> RolloutState:
     urls = state.urls(WorkerPhase.UPDATING, WorkerPhase.RESTORING)
     reason = "the proxy ended while it was being updated"
     working = (WorkerPhase.UPDATING, WorkerPhase.RESTORING)
-    return _moved(state, urls, working, WorkerPhase.BROKEN, reason)
+    return _transition(state, urls, working, WorkerPhase.UNCERTAIN, reason)
 
 
 def finish(state: RolloutState, end: Finish, at: str) -> RolloutState:
-    if state.busy or state.ended:
-        raise InvalidStep("it is not over" if state.busy else f"it is {state.phase} already")
+    if state.busy:
+        raise InvalidStep("the rollout is still updating workers")
+    if state.ended:
+        raise InvalidStep(f"the rollout is {state.phase} already")
     return replace(state, phase=end.phase, cause=end.cause, ended_at=at)
 
 
@@ -411,7 +416,7 @@ def _require(state: RolloutState, *phases: RolloutPhase) -> None:
         raise InvalidStep(f"the rollout is {state.phase}")
 
 
-def _moved(
+def _transition(
     state: RolloutState,
     urls: Collection[str],
     allowed: Collection[WorkerPhase],
@@ -422,12 +427,12 @@ def _moved(
     for url in urls:
         row = state.worker(url)
         if row.phase not in allowed:
-            raise InvalidStep(f"{url} is {row.phase}, which {phase} does not follow")
+            raise InvalidStep(f"{url} cannot go from {row.phase} to {phase}")
         text = row.reason if reason is None else reason
-        state = _with(state, replace(row, phase=phase, reason=text))
+        state = _replace_row(state, replace(row, phase=phase, reason=text))
     return state
 
 
-def _with(state: RolloutState, row: RolloutWorker) -> RolloutState:
+def _replace_row(state: RolloutState, row: RolloutWorker) -> RolloutState:
     rows = tuple(row if other_row.url == row.url else other_row for other_row in state.workers)
     return replace(state, workers=rows)

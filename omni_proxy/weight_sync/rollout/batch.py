@@ -157,7 +157,7 @@ class BatchChange:
         try:
             await self._progress.record()
         except OSError as error:
-            self._progress.put(transitions.give_back(self._progress.now, rows))
+            self._progress.put(transitions.undo_begin(self._progress.now, rows))
             path, reason = self._journal.path, error.strerror or error
             await self._fail(f"nothing was sent: the journal {path} can't be written: {reason}")
             return False
@@ -180,7 +180,9 @@ class BatchChange:
         for url, digest in digests.items():
             former = state.worker(url).former
             if former is not None and digest is not None:
-                state = transitions.remember(state, url, replace(former, digest=digest))
+                state = transitions.record_former_version(
+                    state, url, replace(former, digest=digest)
+                )
         self._progress.put(state)
 
     # Update of one worker
@@ -194,7 +196,7 @@ class BatchChange:
         self._enter(worker, "loading")
         self._fleet.set_version(worker, None, 0)
         if state.number and source.version is None:
-            await self._mark_broken(worker, f"version {state.number} is no longer in the store")
+            await self._mark_uncertain(worker, f"version {state.number} is no longer in the store")
             return
         dialect = state.worker(url).dialect
         result = await self._context.updater.load(worker, dialect, source, self._settings)
@@ -210,7 +212,7 @@ class BatchChange:
         if not problem:
             digest, problem = await self._prove(worker, state.label, state.digest)
         if problem:
-            await self._mark_broken(worker, problem)
+            await self._mark_uncertain(worker, problem)
         else:
             await self._publish(worker, digest)
 
@@ -237,7 +239,7 @@ class BatchChange:
             state = self._progress.now
             if differs(digest, state.digest):  # the digest of a worker that was updated meanwhile
                 reason = f"its checksum differs from the recorded one of {state.label!r}"
-                await self._mark_broken(worker, reason)
+                await self._mark_uncertain(worker, reason)
                 return
             target = self._target(digest if digest is not None else state.digest)
             if state.epoch:
@@ -266,11 +268,11 @@ class BatchChange:
             path=state.path,
         )
 
-    async def _mark_broken(self, worker: Worker, reason: str) -> None:
+    async def _mark_uncertain(self, worker: Worker, reason: str) -> None:
         """Mark the worker uncertain, so that it stays out of rotation, and roll back."""
         state = self._progress.now
         self._journal.mark_uncertain({worker.url: f"{state.name}: {reason}"})
-        self._progress.put(transitions.mark_broken(state, worker.url, reason))
+        self._progress.put(transitions.mark_uncertain(state, worker.url, reason))
         await self._progress.save()
         self._release(worker)
 
@@ -280,7 +282,7 @@ class BatchChange:
         row = self._progress.now.worker(worker.url)
         former = row.former
         if former is None:
-            await self._lose(worker, row.reason or "its former version is not known")
+            await self._record_unrestored(worker, row.reason or "its former version is not known")
             return
         # Before anything is sent, so that version probes don't expect the new version any more.
         await self._journal.withdraw({worker.url: former.target})
@@ -288,7 +290,9 @@ class BatchChange:
             former.label, former.path, "", self._context.find_stored(former.number)
         )
         if not source.path and source.version is None:
-            await self._lose(worker, "its engine does not report the origin of its weights")
+            await self._record_unrestored(
+                worker, "its engine does not report the origin of its weights"
+            )
             return
         self._enter(worker, "loading")
         self._fleet.set_version(worker, None, 0)
@@ -298,7 +302,7 @@ class BatchChange:
         if not problem:
             _, problem = await self._prove(worker, former.label, former.digest)
         if problem:
-            await self._lose(worker, problem)
+            await self._record_unrestored(worker, problem)
         else:
             await self._return_restored(worker, former)
 
@@ -311,14 +315,16 @@ class BatchChange:
         _log.info("rollout_restored worker=%s version=%s", worker.url, former.label)
         self._release(worker)
 
-    async def _lose(self, worker: Worker, problem: str) -> None:
+    async def _record_unrestored(self, worker: Worker, problem: str) -> None:
         state = self._progress.now
         earlier = state.worker(worker.url).reason
         reason = f"{earlier}; " if earlier and earlier != problem else ""
         self._journal.mark_uncertain(
             {worker.url: f"{state.name}: {reason}it could not be restored: {problem}"}
         )
-        self._progress.put(transitions.lose(state, worker.url, f"{reason}not restored: {problem}"))
+        self._progress.put(
+            transitions.fail_restore(state, worker.url, f"{reason}not restored: {problem}")
+        )
         await self._progress.save()
         self._release(worker)
 

@@ -72,7 +72,7 @@ class FleetView:
         epoch = self._context.progress.now.epoch
         if row.phase is WorkerPhase.UPDATED and worker.weight_epoch != epoch:
             return Presence.UNKNOWN if worker.weight_version is None else Presence.MISSED
-        return Presence.SERVING if worker.routable else Presence.OUT
+        return Presence.SERVING if worker.routable else Presence.OUT_OF_ROTATION
 
     async def joined_workers(self) -> list[RolloutWorker]:
         """Workers that joined the fleet during the rollout, or are healthy again."""

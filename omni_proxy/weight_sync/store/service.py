@@ -42,7 +42,7 @@ class StoreService:
         self._opening = trio.Lock()
         self._threads = trio.CapacityLimiter(8)
         self._changed = trio.Event()
-        self._unverified: set[int] = set()  # versions of an earlier run, not yet hashed again
+        self._unhashed: set[int] = set()  # versions of an earlier run, not yet hashed again
         self.store: VersionStore | None = None
         self.error = ""  # why the store could not be opened or a version written
 
@@ -86,7 +86,7 @@ class StoreService:
                     self.error = f"{folder}: {error.strerror or error}"
                     raise
                 self.error = ""
-                self._unverified = {version.number for version in self.store.versions()}
+                self._unhashed = {version.number for version in self.store.versions()}
             self.store.keep = self._settings().keep_versions
             return self.store
 
@@ -169,9 +169,9 @@ class StoreService:
                 if version.epoch:
                     await self.run_in_thread(store.persist, version)
                 # A version received in this run usually has its digests already.
-                if version.number in self._unverified or not version.digests:
+                if version.number in self._unhashed or not version.digests:
                     await self.run_in_thread(store.digest, version)
-                    self._unverified.discard(version.number)
+                    self._unhashed.discard(version.number)
                 await self.run_in_thread(store.collect)
                 self.error = ""
             except UnknownVersion:

@@ -214,12 +214,12 @@ class RoundCommit:
         """Cordon the workers, wait for their requests in flight, and clear their versions."""
         config = self._lifecycle.config_store.config.weight_sync
         if config.while_updating != "pass":
-            self._lifecycle.quarantine.cordon(workers)
+            self._lifecycle.changing_versions.cordon(workers)
             await self._lifecycle.fleet.await_held()
         paused = self._lifecycle.journal.paused_engines
         running = [worker for worker in workers if worker.url not in paused]
         await drain_cordoned(running, config.drain_secs, operation)
-        self._lifecycle.quarantine.clear_versions(workers)
+        self._lifecycle.changing_versions.clear_versions(workers)
 
     async def close(self, headers: Mapping[str, str]) -> JsonObject:
         """Prove and publish what the round applied; return keys for the response.
@@ -279,7 +279,7 @@ class RoundCommit:
             lifecycle.uncertain_tensors.pop(url, None)
         await lifecycle.record_after_step()
         await lifecycle.own_pauses.end(lifecycle.workers, headers)
-        lifecycle.quarantine.release(uncertain)
+        lifecycle.changing_versions.release(uncertain)
         self._labels, self.flushed = set(), False
         return uncertain
 
@@ -325,7 +325,7 @@ class RoundCommit:
         await self._delivery.discard_received()
         lifecycle.mark_uncertain(uncertain, names)
         await lifecycle.record_after_step()
-        lifecycle.quarantine.release(uncertain)
+        lifecycle.changing_versions.release(uncertain)
         self._labels, self.flushed = set(), False
         return uncertain
 
@@ -423,7 +423,7 @@ class RoundCommit:
 
     async def _publish(self, proof: Proof, version: StoredVersion | None) -> JsonObject:
         lifecycle, label = self._lifecycle, proof.label
-        before = lifecycle.quarantine.previous_labels
+        before = lifecycle.changing_versions.previous_labels
         comparable = all(before) or label in self._labels
         target = TargetVersion(
             label=label,
@@ -437,7 +437,7 @@ class RoundCommit:
         if version is not None:
             await self._delivery.published(version, label, published.epoch)
         for worker in proof.agreed:
-            lifecycle.quarantine.set_proven(worker, proof.labels[worker], published.epoch)
+            lifecycle.changing_versions.set_proven(worker, proof.labels[worker], published.epoch)
         return {
             "weight_epoch": published.epoch,
             "weight_version": label,

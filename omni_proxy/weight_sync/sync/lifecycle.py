@@ -37,7 +37,7 @@ from omni_proxy.weight_sync.sync.participant import (
     TransferParticipant,
     WorkerParticipant,
 )
-from omni_proxy.weight_sync.sync.verification import VersionQuarantine
+from omni_proxy.weight_sync.sync.verification import ChangingVersions
 from omni_proxy.weight_sync.sync.watchdog import TrainerLink, is_store_reachable
 
 
@@ -193,7 +193,7 @@ class SyncLifecycle:
         self.fleet, self.config_store = context.fleet, context.config_store
         self.journal = context.journal
         self.sync = WeightSync()
-        self.quarantine = VersionQuarantine(context.fleet)
+        self.changing_versions = ChangingVersions(context.fleet)
         self.leftovers = LeftoverGroups(context.fleet, context.journal)
         self.participants: dict[str, Participant] = {}
         self.workers: list[Worker] = []  # workers that are participants
@@ -440,7 +440,7 @@ class SyncLifecycle:
         self.mark_uncertain(uncertain, names)
         await self.own_pauses.end(self.workers, {})
         await self.journal.finish_sync()
-        self.quarantine.release(uncertain)
+        self.changing_versions.release(uncertain)
         if self._link is not None:
             self._link.close()
         await self.config_store.release_membership()

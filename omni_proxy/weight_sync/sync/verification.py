@@ -5,7 +5,7 @@ checksums, or whose digests can't be compared with any other's, is trusted. A de
 reused only if its digest covered exactly the tensors of the version, the same process still runs,
 and it still reports the version's label.
 
-`VersionQuarantine` has the workers between the first call that may change their version and its
+`ChangingVersions` has the workers between the first call that may change their version and its
 proof. Each leaves it with its proven version, its previous one if unchanged, or none.
 """
 
@@ -219,7 +219,7 @@ def _has_weights(row: object) -> bool:
     return isinstance(data, dict) and not (data.get("skipped") or data.get("unsupported"))
 
 
-class VersionQuarantine:
+class ChangingVersions:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._cordoned: list[Worker] = []

@@ -82,7 +82,7 @@ class Fleet(RuleBasedStateMachine):
             elif phase is WorkerPhase.UPDATED and self.weights[url] != NEW:
                 presences[url] = Presence.MISSED
             elif url in self.kept_out or self.weights[url] == UNKNOWN:
-                presences[url] = Presence.OUT
+                presences[url] = Presence.OUT_OF_ROTATION
             else:
                 presences[url] = Presence.SERVING
         return presences
@@ -93,8 +93,8 @@ class Fleet(RuleBasedStateMachine):
         away |= {url for url, weights in self.weights.items() if weights == UNKNOWN}
         away |= {url for url, presence in self.presence().items() if presence is Presence.MISSED}
         busy = self.state.urls(WorkerPhase.UPDATING, WorkerPhase.RESTORING)
-        lost = self.state.urls(WorkerPhase.LOST, WorkerPhase.SKIPPED)
-        return (away | set(busy)) - self.gone - set(lost)
+        unrestored = self.state.urls(WorkerPhase.UNRESTORED, WorkerPhase.SKIPPED)
+        return (away | set(busy)) - self.gone - set(unrestored)
 
     @property
     def stopped(self):
@@ -144,7 +144,9 @@ class Fleet(RuleBasedStateMachine):
     # Decisions of the state machine
 
     @rule(
-        outcomes=st.lists(st.sampled_from(("new", "new", "new", "refused", "broken")), min_size=5)
+        outcomes=st.lists(
+            st.sampled_from(("new", "new", "new", "refused", "uncertain")), min_size=5
+        )
     )
     def next_batch(self, outcomes):
         self.state = transitions.observe(self.state, self.presence())
@@ -188,7 +190,7 @@ class Fleet(RuleBasedStateMachine):
                 self.state = transitions.refuse(self.state, url, "no")
             else:
                 self.failed = True
-                self.state = transitions.mark_broken(self.state, url, "it broke")
+                self.state = transitions.mark_uncertain(self.state, url, "it failed")
         assert not batch.urls[len(outcomes) :]
 
     def restore_batch(self, batch, outcomes):
@@ -200,7 +202,7 @@ class Fleet(RuleBasedStateMachine):
                 self.state = transitions.restore(self.state, url)
             else:
                 self.weights[url] = UNKNOWN
-                self.state = transitions.lose(self.state, url, "it does not answer")
+                self.state = transitions.fail_restore(self.state, url, "it does not answer")
 
     def end(self, decision):
         present = set(self.weights) - self.gone
@@ -208,8 +210,8 @@ class Fleet(RuleBasedStateMachine):
             assert not self.stopped
             assert {self.weights[url] for url in present} <= {NEW}
         else:
-            lost = set(self.state.urls(WorkerPhase.LOST, WorkerPhase.SKIPPED))
-            assert {self.weights[url] for url in present - lost} <= {OLD}
+            unrestored = set(self.state.urls(WorkerPhase.UNRESTORED, WorkerPhase.SKIPPED))
+            assert {self.weights[url] for url in present - unrestored} <= {OLD}
             assert (decision.phase is RolloutPhase.CANCELLED) is (self.cancelled)
         self.state = transitions.finish(self.state, decision, "now")
         assert self.state.ended
@@ -292,12 +294,12 @@ def test_a_worker_out_of_rotation_for_another_reason_counts_in_the_budget():
 def test_a_worker_that_never_served_does_not_count_in_the_budget():
     state = rollout("a", "b")
     state = replace(state, workers=(replace(state.workers[0], served=False), state.workers[1]))
-    decision = transitions.decide(state, {"a": Presence.OUT, "b": Presence.SERVING})
+    decision = transitions.decide(state, {"a": Presence.OUT_OF_ROTATION, "b": Presence.SERVING})
     assert decision == NextBatch(("b",))  # the canary must serve
     state = updated(state, "b")
-    assert transitions.decide(state, {"a": Presence.OUT, "b": Presence.SERVING}) == NextBatch(
-        ("a",)
-    )
+    assert transitions.decide(
+        state, {"a": Presence.OUT_OF_ROTATION, "b": Presence.SERVING}
+    ) == NextBatch(("a",))
 
 
 def test_a_rollout_pauses_after_the_canary_on_request():
@@ -323,16 +325,16 @@ def test_after_a_refusal_only_updated_workers_are_restored():
 
 def test_the_first_cause_is_kept():
     state = transitions.begin(rollout("a", "b", max_unavailable=2, canary=0), ["a", "b"])
-    state = transitions.mark_broken(transitions.refuse(state, "b", "one"), "a", "two")
+    state = transitions.mark_uncertain(transitions.refuse(state, "b", "one"), "a", "two")
     assert state.cause == "b: one"
     assert transitions.cancel(state, "me").cause == "b: one"
 
 
 def test_after_a_restart_of_the_proxy_the_interrupted_worker_is_updated_again():
     state = transitions.recover(transitions.begin(rollout("a", "b"), ["a"]))
-    assert transitions.decide(state, {"a": Presence.OUT, "b": Presence.SERVING}) == NextBatch(
-        ("a",)
-    )
+    assert transitions.decide(
+        state, {"a": Presence.OUT_OF_ROTATION, "b": Presence.SERVING}
+    ) == NextBatch(("a",))
     assert isinstance(
         transitions.decide(state, {"a": Presence.DOWN, "b": Presence.SERVING}), Waiting
     )
@@ -343,7 +345,7 @@ def test_a_restart_during_a_rollback_continues_the_rollback():
     state = transitions.recover(transitions.begin_restore(state, ["a"]))
     decision = transitions.decide(state, {"a": Presence.UNKNOWN, "b": Presence.SERVING})
     assert decision == Waiting("waits for the first health checks of a")
-    decision = transitions.decide(state, {"a": Presence.OUT, "b": Presence.SERVING})
+    decision = transitions.decide(state, {"a": Presence.OUT_OF_ROTATION, "b": Presence.SERVING})
     assert decision == NextBatch(("a",), restores=True)
 
 
