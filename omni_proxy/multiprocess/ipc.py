@@ -12,12 +12,11 @@ bytes, and are never mixed with another message's. If not all can be received, n
 
 from __future__ import annotations
 
-import array
 import errno
 import os
 import socket
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
@@ -29,6 +28,7 @@ from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
 from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import WorkerState
+from omni_proxy.shared import fd_passing
 from omni_proxy.telemetry.recent_window import FinishedExchange
 
 LENGTH_BYTES: Final = 4
@@ -360,7 +360,6 @@ class MessageFrames:
 
 
 READ_BYTES: Final = 1 << 18
-MAX_DESCRIPTORS: Final = 250  # of one message; the kernel takes 253
 
 Received = TypeVar("Received")
 
@@ -388,7 +387,7 @@ class IpcChannel(Generic[Received]):
         Raises OSError if they can't be duplicated; then nothing is sent.
         """
         body = encode_frame(message)
-        self._outgoing.append((body, _dup_all(descriptors)))
+        self._outgoing.append((body, fd_passing.duplicate_all(descriptors)))
         self.waiting_bytes += len(body)
         self.sent += 1
         self._queued.set()
@@ -409,17 +408,18 @@ class IpcChannel(Generic[Received]):
     async def receive(self) -> list[Received]:
         """The next messages; an empty list when the other side has closed."""
         while True:
-            space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
             try:
-                data, ancillary, flags, _ = await self._sock.recvmsg(READ_BYTES, space)
+                data, ancillary, flags, _ = await self._sock.recvmsg(
+                    READ_BYTES, fd_passing.ANCILLARY_BYTES
+                )
             except ConnectionError:
                 return []
-            numbers = _received_descriptors(ancillary)
+            descriptors = fd_passing.descriptors_in(ancillary)
             if flags & socket.MSG_CTRUNC:
-                _close(numbers)
+                fd_passing.close_all(descriptors)
                 self._received_fds.append(None)
-            elif numbers:
-                self._received_fds.append(numbers)
+            elif descriptors:
+                self._received_fds.append(descriptors)
             if not data:
                 return []
             messages = [self._decoder.decode(body) for body in self._frames.feed(data)]
@@ -444,15 +444,14 @@ class IpcChannel(Generic[Received]):
             await self._all_written.wait()
 
     async def _send_first(self) -> None:
-        body, numbers = self._outgoing[0]
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))
-        sent = await self._sock.sendmsg([body], [rights] if numbers else [])
+        body, descriptors = self._outgoing[0]
+        sent = await self._sock.sendmsg([body], fd_passing.ancillary_for(descriptors))
         view = memoryview(body)[sent:]
         while view:
             view = view[await self._sock.send(view) :]
         self._outgoing.popleft()
         self.waiting_bytes -= len(body)
-        _close(numbers)
+        fd_passing.close_all(descriptors)
 
     def shut(self) -> None:
         """Close for writing: the other side reads all that was sent, then the end."""
@@ -461,30 +460,6 @@ class IpcChannel(Generic[Received]):
     def close(self) -> None:
         self._sock.close()
         while self._outgoing:
-            _close(self._outgoing.popleft()[1])
+            fd_passing.close_all(self._outgoing.popleft()[1])
         while self._received_fds:
-            _close(self._received_fds.popleft() or ())
-
-
-def _dup_all(numbers: Iterable[int]) -> list[int]:
-    """Duplicates of all descriptors. Raises OSError, leaving none open."""
-    duplicates: list[int] = []
-    try:
-        duplicates.extend(map(os.dup, numbers))
-    except OSError:
-        _close(duplicates)
-        raise
-    return duplicates
-
-
-def _received_descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
-    descriptors = array.array("i")
-    for level, kind, payload in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
-    return descriptors.tolist()
-
-
-def _close(numbers: Iterable[int]) -> None:
-    for number in numbers:
-        os.close(number)
+            fd_passing.close_all(self._received_fds.popleft() or ())

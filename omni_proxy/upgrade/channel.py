@@ -15,20 +15,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
+from omni_proxy.shared import fd_passing
 from omni_proxy.upgrade.state import Message, decode, encode
 
 HEAD_BYTES: Final = 8
 PEER: Final = struct.Struct("3i")  # pid, user, group
 MAX_BYTES: Final = 1 << 30
-BATCH: Final = 200  # descriptors in one message; the kernel's limit is 253
+BATCH: Final = 200  # descriptors in one message: an older program receives no more
 
 
 class ChannelClosed(Exception):
     """The other program has closed the socket, or it has ended."""
 
 
-class Creator:
-    """The process that created a socket pair, observed by a pidfd."""
+class PeerProcess:
+    """The process at the other end, which created the socket pair, observed by a pidfd."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._pidfd: int | None = None
@@ -63,8 +64,8 @@ class HandoverChannel:
         sock.set_inheritable(False)
         self._sock = sock
 
-    def creator(self) -> Creator:
-        return Creator(self._sock)
+    def peer_process(self) -> PeerProcess:
+        return PeerProcess(self._sock)
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message with descriptors. Raises ChannelClosed."""
@@ -73,7 +74,8 @@ class HandoverChannel:
         try:
             self._sock.sendall(head + body)
             for start in range(0, len(descriptors), BATCH):
-                socket.send_fds(self._sock, [b"F"], descriptors[start : start + BATCH])
+                batch = descriptors[start : start + BATCH]
+                self._sock.sendmsg([b"F"], fd_passing.ancillary_for(batch))
         except OSError as error:
             raise ChannelClosed(str(error)) from None
 
@@ -86,8 +88,8 @@ class HandoverChannel:
         message = decode(self._read(size))
         return message, self._read_descriptors(count)
 
-    def shut(self) -> None:
-        """Wake up threads that wait in `receive`, at both ends."""
+    def wake_receivers(self) -> None:
+        """Threads that wait in `receive`, at both ends, get ChannelClosed."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -107,17 +109,14 @@ class HandoverChannel:
         return bytes(data)
 
     def _read_descriptors(self, count: int) -> list[int]:
-        found: list[int] = []
+        descriptors: list[int] = []
         try:
-            while len(found) < count:
-                data, numbers, _, _ = socket.recv_fds(self._sock, 1, BATCH)
-                found += numbers
-                if not data or not numbers:
+            while len(descriptors) < count:
+                data, batch, _ = fd_passing.receive(self._sock, 1)
+                descriptors += batch
+                if not data or not batch:
                     raise ChannelClosed("descriptors are missing: is the limit of open files low?")
         except (OSError, ChannelClosed) as error:
-            for number in found:
-                os.close(number)
+            fd_passing.close_all(descriptors)
             raise ChannelClosed(str(error)) from None
-        for number in found:
-            os.set_inheritable(number, False)
-        return found
+        return descriptors

@@ -104,7 +104,7 @@ class NewProgram:
 
     async def kill(self) -> None:
         """Kill the program, and end all calls that wait for it. Can't be cancelled."""
-        self._channel.shut()
+        self._channel.wake_receivers()
         if self._process.returncode is None:
             self._process.kill()
             with trio.move_on_after(EXIT_SECS, shield=True):
@@ -113,7 +113,7 @@ class NewProgram:
 
     def close(self) -> None:
         """Close the connection, by which the new program detects that this one has ended."""
-        self._channel.shut()
+        self._channel.wake_receivers()
         self._channel.close()
 
     async def _end_text(self) -> str:

@@ -84,7 +84,7 @@ class Incoming:
         self.state = HandoverState()
         self._killed_secs = killed_secs
         self._channel = channel
-        self._predecessor = channel.creator()
+        self._predecessor = channel.peer_process()
         self._stderr = stderr
         self._socks: list[socket.socket] = []
         self._replicas: list[HandedReplica] = []
@@ -306,7 +306,7 @@ class Incoming:
         finally:
             if not self._answered:
                 self._shut = True
-                self._channel.shut()
+                self._channel.wake_receivers()
 
     def _receive_commit(self) -> str:
         """Receive the commit; return "" or why there was none. Blocks."""

@@ -35,7 +35,7 @@ def test_descriptors_arrive_with_their_message_and_are_not_inheritable(channels)
 def test_the_end_of_the_channel_is_an_error(channels):
     old, new = channels
     old.send(CommitMessage())
-    old.shut()
+    old.wake_receivers()
     assert new.receive() == (CommitMessage(), [])
     for call in (new.receive, lambda: new.send(CommitMessage())):
         with pytest.raises(ChannelClosed):

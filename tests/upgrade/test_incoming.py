@@ -134,7 +134,7 @@ async def test_a_program_that_has_declined_does_not_take_over(
         nursery.start_soon(incoming.take_over, server.parts, nursery, ())
         await wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
-    channels[1].shut()
+    channels[1].wake_receivers()
     with pytest.raises(ChannelClosed):  # it has sent nothing
         channels[0].receive()
     assert server.adopted == []
@@ -145,7 +145,7 @@ async def test_a_running_program_that_ends_the_upgrade_keeps_its_replicas(
 ):
     async def give_up():
         await receive_ready(channels[0])
-        channels[0].shut()
+        channels[0].wake_receivers()
 
     nursery.start_soon(give_up)
     with pytest.raises(NotReady, match="has ended the upgrade, and continues"):
@@ -154,6 +154,6 @@ async def test_a_running_program_that_ends_the_upgrade_keeps_its_replicas(
 
 
 def test_without_a_state_of_the_running_program_the_new_one_does_not_start(channels, incoming):
-    channels[0].shut()
+    channels[0].wake_receivers()
     with pytest.raises(NoState, match="has ended the upgrade"):
         take_state(incoming, STARTUP)

@@ -7,7 +7,6 @@ Both ends always run the same version of the program. No torch.
 
 from __future__ import annotations
 
-import array
 import os
 import select
 import socket
@@ -24,9 +23,9 @@ from msgspec import Struct
 from omni_proxy.process_group.broadcast.mapped_file import FileRegion
 from omni_proxy.process_group.rendezvous import HostedRendezvous, Rendezvous
 from omni_proxy.process_group.tensor_plan import TensorPlan
+from omni_proxy.shared import fd_passing
 
 READ_BYTES: Final = 1 << 18
-MAX_DESCRIPTORS: Final = 4
 LOST: Final = -1
 
 
@@ -229,13 +228,11 @@ class JsonSocket:
 
     def _read(self) -> bytes:
         try:
-            data, descriptors, flags, _ = socket.recv_fds(
-                self._connection, READ_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-            )
+            data, descriptors, truncated = fd_passing.receive(self._connection, READ_BYTES)
         except OSError:
             return b""
         self.descriptors += descriptors
-        if flags & socket.MSG_CTRUNC and not descriptors:
+        if truncated and not descriptors:
             self.descriptors.append(LOST)  # the kernel reports the loss only once
         return data
 
@@ -244,6 +241,4 @@ def send_at_once(
     connection: socket.socket, data: bytes | memoryview, descriptors: Sequence[int]
 ) -> int:
     """Sends without blocking; returns the byte count. Raises BlockingIOError on a full buffer."""
-    # `socket.send_fds` ignores its flags argument.
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-    return connection.sendmsg([data], rights if descriptors else [], socket.MSG_DONTWAIT)
+    return connection.sendmsg([data], fd_passing.ancillary_for(descriptors), socket.MSG_DONTWAIT)
