@@ -134,13 +134,13 @@ class StoreConnection:
                 self._lock.release()
         return self._ended
 
-    def answers(self, within_secs: float) -> bool:
+    def answers(self, timeout_secs: float) -> bool:
         """Whether the store still answers a ping: a stopped process keeps its sockets open."""
         if self.has_ended():
             return False
         with self._lock:
             try:
-                return _ping(self._connection, within_secs)
+                return _ping(self._connection, timeout_secs)
             except (OSError, GroupError):
                 return False
 
@@ -229,14 +229,14 @@ def _enable_keepalive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _ping(connection: socket.socket, within_secs: float, *, greeting: bytes = b"") -> bool:
+def _ping(connection: socket.socket, timeout_secs: float, *, greeting: bytes = b"") -> bool:
     """Whether the store sent the nonce back in time.
 
     Raises GroupError on other bytes, OSError on a closed connection.
     """
     nonce = os.urandom(NONCE_BYTES)
     connection.sendall(greeting + bytes([PING]) + nonce)
-    deadline = time.monotonic() + within_secs
+    deadline = time.monotonic() + timeout_secs
     received = b""
     while len(received) < NONCE_BYTES:
         connection.settimeout(max(deadline - time.monotonic(), 0.001))

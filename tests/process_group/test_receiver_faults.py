@@ -163,10 +163,10 @@ def test_an_abort_ends_a_waiting_call_with_its_reason(receiver, trainer):
 
 @pytest.mark.parametrize("isolation", ["process"], indirect=True)
 def test_a_receive_that_is_not_armed_in_time_is_disarmed(receiver, trainer, monkeypatch):
-    monkeypatch.setattr(subprocess_receiver, "SLACK_SECS", 0.1)
+    monkeypatch.setattr(subprocess_receiver, "REPORT_GRACE_SECS", 0.1)
     join_group(receiver, trainer)
     os.kill(receiver.status()["groups"][0]["process"], signal.SIGSTOP)
-    with pytest.raises(GroupError, match=r"no answer within 0\.2 s") as refusal:
+    with pytest.raises(GroupError, match=r"no reply within 0\.2 s") as refusal:
         receiver.arm("g", parse_plans(body_of(TENSORS)), ready_secs=0.1)
     assert refusal.value.group_dropped
     assert receiver.status()["groups"] == []

@@ -39,9 +39,9 @@ SEND_SECS: Final = 10.0
 START_SECS: Final = 60.0
 REAP_SECS: Final = 5.0
 # Time for a child to report that its own deadline has passed.
-SLACK_SECS: Final = 3.0
-# Timeout of an orderly end or a query, whose answer is optional.
-ANSWER_SECS: Final = 2.0
+REPORT_GRACE_SECS: Final = 3.0
+# Timeout of an orderly end or a query: both can do without the reply.
+QUERY_TIMEOUT_SECS: Final = 2.0
 
 
 class ChildEnded(GroupError):
@@ -74,35 +74,35 @@ class ChildHandle:
     def ready(self) -> bool:
         return self._ready.is_set()
 
-    def require_ready(self, within_secs: float) -> None:
-        """Waits until the child is ready; raises ChildEnded, or GroupError after `within_secs`."""
-        if not self._ready.wait(within_secs):
-            raise GroupError(f"the receiver process has not started within {within_secs:g} s")
+    def require_ready(self, timeout_secs: float) -> None:
+        """Waits until the child is ready; raises ChildEnded, or GroupError after `timeout_secs`."""
+        if not self._ready.wait(timeout_secs):
+            raise GroupError(f"the receiver process has not started within {timeout_secs:g} s")
         if self.end_reason is not None:
             raise ChildEnded(self.end_reason)
 
     def next_number(self) -> int:
         return next(self._numbers)
 
-    def call(self, command: msgspec.Struct, within_secs: float, *descriptors: int) -> Reply:
+    def call(self, command: msgspec.Struct, timeout_secs: float, *descriptors: int) -> Reply:
         """Returns the reply to a command. Raises ChildEnded, or GroupError without one in time."""
         number: int = command.number  # type: ignore[attr-defined]  # commands with a reply have it
-        pending, deadline = _PendingReply(), time.monotonic() + within_secs
+        pending, deadline = _PendingReply(), time.monotonic() + timeout_secs
         with self._lock:
             if self.end_reason is not None:
                 raise ChildEnded(self.end_reason)
             self._pending[number] = pending
         try:
-            self._write(command, min(within_secs, SEND_SECS), *descriptors)
-            answered = pending.filled.wait(max(deadline - time.monotonic(), 0))
+            self._write(command, min(timeout_secs, SEND_SECS), *descriptors)
+            ended = pending.done.wait(max(deadline - time.monotonic(), 0))
         finally:
             with self._lock:
                 self._pending.pop(number, None)
         if pending.reply is not None:
             return pending.reply
-        if answered:
+        if ended:
             raise ChildEnded(self.end_reason or "the receiver process ended")
-        raise GroupError(f"the receiver process gave no answer within {within_secs:g} s")
+        raise GroupError(f"the receiver process sent no reply within {timeout_secs:g} s")
 
     def send(self, command: msgspec.Struct) -> None:
         """Sends a command that has no reply; a child that does not read it is killed."""
@@ -118,7 +118,7 @@ class ChildHandle:
             channel.send(command, *descriptors, timeout_secs=timeout_secs)
         except TimeoutError:
             reason = f"the receiver process hangs: it read no command for {timeout_secs:g} s"
-            if channel.torn:
+            if channel.partial_write:
                 self.kill(reason)
                 raise ChildEnded(reason) from None
             raise GroupError(reason) from None
@@ -148,8 +148,8 @@ class ChildHandle:
             self.end_reason = self.end_reason or reason
         self._process.kill()
 
-    def wait_reaped(self, within_secs: float) -> bool:
-        return self._reaped.wait(within_secs)
+    def wait_reaped(self, timeout_secs: float) -> bool:
+        return self._reaped.wait(timeout_secs)
 
     def _read_events(self) -> None:
         try:
@@ -176,8 +176,8 @@ class ChildHandle:
         self._process.close()
         self._reaped.set()
         self._ready.set()  # wakes `require_ready`, which then raises
-        for reply in pending:
-            reply.filled.set()
+        for pending_reply in pending:
+            pending_reply.done.set()
         for on_event in subscribers:
             on_event(ChildEnded(self.end_reason))
 
@@ -193,7 +193,7 @@ class ChildHandle:
                     pending = self._pending.get(number)
                 if pending is not None:
                     pending.reply = event
-                    pending.filled.set()
+                    pending.done.set()
             case ProgressReport(number=number) | TransferEnded(number=number):
                 with self._lock:
                     on_event = self._subscribers.get(number)
@@ -204,10 +204,12 @@ class ChildHandle:
 
 
 class _PendingReply:
-    __slots__ = ("filled", "reply")
+    """`done`: the reply has arrived, or the process has ended."""
+
+    __slots__ = ("done", "reply")
 
     def __init__(self) -> None:
-        self.filled = threading.Event()
+        self.done = threading.Event()
         self.reply: Reply | None = None
 
 

@@ -161,13 +161,13 @@ ForkEvent = Exited | ForkFailed  # reports of the fork server about a process
 class JsonSocket:
     """One end of the connection. Sending is safe from any thread; one thread reads.
 
-    `torn`: only a part of a line could be sent, so no other line can follow.
+    `partial_write`: only a part of a line could be sent, so no other line can follow.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()
-        self.torn = False
+        self.partial_write = False
         self.descriptors: deque[int] = deque()
 
     def send(self, message: Struct, *descriptors: int, timeout_secs: float = inf) -> None:
@@ -180,7 +180,7 @@ class JsonSocket:
         if not self._lock.acquire(timeout=min(timeout_secs, threading.TIMEOUT_MAX)):
             raise TimeoutError(f"an earlier line was not read within {timeout_secs:g} s")
         try:
-            if self.torn:
+            if self.partial_write:
                 raise BrokenPipeError("the previous line was sent only in part")
             self._send_all(memoryview(line), descriptors, timeout_secs)
         finally:
@@ -216,7 +216,7 @@ class JsonSocket:
                 sent = send_at_once(self._connection, remaining, descriptors)
             except BlockingIOError:
                 if not self._wait_writable(timeout_secs):
-                    self.torn = len(remaining) < len(line)
+                    self.partial_write = len(remaining) < len(line)
                     raise TimeoutError(f"nothing was read for {timeout_secs:g} s") from None
             else:
                 remaining, descriptors = remaining[sent:], ()

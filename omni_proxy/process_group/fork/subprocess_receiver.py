@@ -20,8 +20,8 @@ from omni_proxy.process_group.broadcast.mapped_file import FileRegion, map_file,
 from omni_proxy.process_group.broadcast.receive import tensor_views
 from omni_proxy.process_group.broadcast.transfer import ReceiveOrder, Transfer
 from omni_proxy.process_group.fork.child_process import (
-    ANSWER_SECS,
-    SLACK_SECS,
+    QUERY_TIMEOUT_SECS,
+    REPORT_GRACE_SECS,
     START_SECS,
     ChildEnded,
     ChildHandle,
@@ -139,7 +139,7 @@ class SubprocessReceiver:
             # The rendezvous's timeout starts when the child is ready to join.
             child.require_ready(START_SECS)
             command = Init(child.next_number(), rendezvous)
-            return child.call(command, rendezvous.timeout_s + SLACK_SECS)
+            return child.call(command, rendezvous.timeout_s + REPORT_GRACE_SECS)
         finally:
             stop.on_cancel(None)
 
@@ -178,7 +178,7 @@ class SubprocessReceiver:
         if group.state is GroupState.READY:
             # Leave in an orderly way first, if the child still answers.
             with suppress(GroupError):
-                group.child.call(Destroy(group.child.next_number(), group_name), ANSWER_SECS)
+                group.child.call(Destroy(group.child.next_number(), group_name), QUERY_TIMEOUT_SECS)
         group.child.kill(f"group {group_name!r} was destroyed")
 
     def sender(self, rendezvous: HostedRendezvous) -> SubprocessSender:
@@ -209,7 +209,7 @@ class SubprocessReceiver:
             existing = self._groups.get(name)
         if existing is None:
             return
-        reply = _check_trainer(existing, self._limits.ping_secs + ANSWER_SECS, ping=True)
+        reply = _check_trainer(existing, self._limits.ping_secs + QUERY_TIMEOUT_SECS, ping=True)
         if reply.get("owner_answers"):
             raise GroupError(
                 f"group {name!r} is {existing.state} for the trainer at {existing.owner}, which is "
@@ -250,7 +250,7 @@ class SubprocessReceiver:
             arm.region = target
         child.subscribe(arm.number, self._event_handler(group, transfer, target))
         try:
-            reply = child.call(arm, ready_secs + SLACK_SECS, *descriptors)
+            reply = child.call(arm, ready_secs + REPORT_GRACE_SECS, *descriptors)
         except GroupError as error:
             self._end(group, str(error))
             raise transfer.fault() or GroupError(str(error), group_dropped=True) from None
@@ -339,11 +339,11 @@ class SubprocessReceived:
         self._target = None
 
 
-def _check_trainer(group: _ChildGroup, within_secs: float, *, ping: bool) -> dict[str, int]:
+def _check_trainer(group: _ChildGroup, timeout_secs: float, *, ping: bool) -> dict[str, int]:
     """The child's answer to CheckTrainer; {} if the child does not answer."""
     command = CheckTrainer(group.child.next_number(), group.name, ping)
     try:
-        return group.child.call(command, within_secs).values
+        return group.child.call(command, timeout_secs).values
     except GroupError:
         return {}
 
@@ -360,7 +360,7 @@ def _group_status(group: _ChildGroup) -> dict[str, Any]:
         "rank": group.rendezvous.rank,
         "world_size": group.rendezvous.world_size,
         "owner": group.owner,
-        "owner_gone": bool(_check_trainer(group, ANSWER_SECS, ping=False).get("owner_gone")),
+        "owner_gone": bool(_check_trainer(group, QUERY_TIMEOUT_SECS, ping=False).get("owner_gone")),
         "state": group.state.value,
         "process": group.child.pid,
         "messages_done": messages_done,

@@ -16,8 +16,8 @@ from omni_proxy.process_group.broadcast.buffers import BlockLease, SharedBlockPo
 from omni_proxy.process_group.broadcast.mapped_file import FileRegion, region_span
 from omni_proxy.process_group.broadcast.transfer import ReceiveOrder, Transfer
 from omni_proxy.process_group.fork.child_process import (
-    ANSWER_SECS,
-    SLACK_SECS,
+    QUERY_TIMEOUT_SECS,
+    REPORT_GRACE_SECS,
     START_SECS,
     ChildEnded,
     ChildPool,
@@ -63,7 +63,7 @@ class SubprocessSender:
 
     def wait_for_ranks(self) -> None:
         command = WaitForRanks(self._child.next_number())
-        self._call(command, self._rendezvous.timeout_s + SLACK_SECS)
+        self._call(command, self._rendezvous.timeout_s + REPORT_GRACE_SECS)
 
     def send(
         self, plans: Sequence[TensorPlan], source: FileRegion | Mapping[str, torch.Tensor]
@@ -94,14 +94,14 @@ class SubprocessSender:
             self._closed = True
         # End the group in an orderly way first, if the child still answers.
         with suppress(GroupError):
-            self._child.call(CloseSender(self._child.next_number()), ANSWER_SECS)
+            self._child.call(CloseSender(self._child.next_number()), QUERY_TIMEOUT_SECS)
         self._child.kill("the sender was closed")
 
     def _call(
-        self, command: OpenSender | WaitForRanks | Send, within_secs: float, *descriptors: int
+        self, command: OpenSender | WaitForRanks | Send, timeout_secs: float, *descriptors: int
     ) -> Reply:
         """Raises GroupError with the child's error, or if the child has ended or hangs."""
-        reply = self._child.call(command, within_secs, *descriptors)
+        reply = self._child.call(command, timeout_secs, *descriptors)
         if reply.error is not None:
             raise GroupError(reply.error, group_dropped=reply.dropped)
         return reply

@@ -119,7 +119,7 @@ def test_an_ended_child_leaves_no_descriptor_and_no_thread(fork_server):
 def test_a_call_to_a_stopped_child_times_out(child):
     child.require_ready(60)
     os.kill(child.pid, signal.SIGSTOP)
-    with pytest.raises(GroupError, match=r"no answer within 0\.1 s"):
+    with pytest.raises(GroupError, match=r"no reply within 0\.1 s"):
         child.call(CheckTrainer(child.next_number(), "g", False), 0.1)
     child.kill("enough")
     assert child.wait_reaped(10)
@@ -178,7 +178,7 @@ def test_no_line_is_sent_after_one_that_was_sent_only_in_part(channels):
     parent, _ = channels
     with pytest.raises(TimeoutError, match="nothing was read"):
         run_within(30, lambda: parent.send(Logged(1, HUGE), timeout_secs=0.05))
-    assert parent.torn
+    assert parent.partial_write
     with pytest.raises(BrokenPipeError, match="sent only in part"):
         parent.send(Logged(1, "short"), timeout_secs=0.05)
 
@@ -215,7 +215,7 @@ class FakeChild:
     def kill(self, reason):
         self.end_reason = self.end_reason or reason
 
-    def wait_reaped(self, within_secs):
+    def wait_reaped(self, timeout_secs):
         return self.end_reason is not None
 
 
