@@ -17,7 +17,7 @@ from omni_proxy.config.overlay import Discovered, FoundWorker
 from omni_proxy.config.schema import WorkerEntry
 from omni_proxy.config.tables.discover import DiscoverEntry
 from omni_proxy.config.url import normalize_url
-from omni_proxy.discovery.members import SourceEndpoint, SourceMember, SourceMembers
+from omni_proxy.discovery.endpoints import ReportedEndpoint, SourceEndpoint, SourceEndpoints
 
 EMPTY_ANSWERS: Final = 3
 MIN_TTL_SECS: Final = 1.0  # a TTL of 0 must not become a busy loop
@@ -52,8 +52,8 @@ def preferred(records: Iterable[SrvRecord]) -> list[SrvRecord]:
     chosen = [record for record in listed if record.priority == lowest]
     common = reduce(gcd, (record.weight for record in chosen), 0) or 1
     return [
-        SrvRecord(each.priority, max(1, each.weight // common), each.port, each.target)
-        for each in sorted(chosen, key=lambda record: (record.target, record.port))
+        SrvRecord(record.priority, max(1, record.weight // common), record.port, record.target)
+        for record in sorted(chosen, key=lambda record: (record.target, record.port))
     ]
 
 
@@ -61,23 +61,23 @@ class DnsState:
     """The workers of one source."""
 
     def __init__(self, entry: DiscoverEntry) -> None:
-        self.members = SourceMembers()
+        self.endpoints = SourceEndpoints()
         self.problems: dict[str, str] = {}  # by address
         self._entry = entry
         self._empty = 0  # answers in a row
 
-    def answered(self, addresses: Iterable[DnsAddress], now: float) -> list[SourceMember]:
-        """Apply an answer; returns the members that changed."""
+    def answered(self, addresses: Iterable[DnsAddress], now: float) -> list[SourceEndpoint]:
+        """Apply an answer; returns the endpoints that changed."""
         self.problems.clear()
-        endpoints: dict[str, list[SourceEndpoint]] = {}
+        endpoints: dict[str, list[ReportedEndpoint]] = {}
         for address in addresses:
-            found = self._found(address)
-            if found is not None:
-                endpoints[found.entry.url] = [SourceEndpoint(found, ready=True)]
+            worker = self._found(address)
+            if worker is not None:
+                endpoints[worker.entry.url] = [ReportedEndpoint(worker, ready=True)]
         self._empty = 0 if endpoints or self.problems else self._empty + 1
         if not endpoints and self._empty < EMPTY_ANSWERS:
             return []
-        return self.members.replace(endpoints, ABSENT, now)
+        return self.endpoints.replace(endpoints, ABSENT, now)
 
     def delay_secs(self, ttl_secs: float) -> float:
         """Seconds until the next query."""

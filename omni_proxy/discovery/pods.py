@@ -1,7 +1,7 @@
 """Pods of Kubernetes as workers: decodes lists and watches, and tracks the pods of one source.
 
 Invariants: at most one item of a list is decoded at a time; invalid JSON raises ValueError. After
-`replace` and any events the members are those of the pods that match, have not ended and are not
+`replace` and any events the endpoints are those of the pods that match, have not ended and are not
 being deleted; only the order of events of the same pod matters. Invalid data in a pod excludes only
 that pod, with a reason. Pure: times are arguments.
 Source: Kubernetes API v1 `Pod`; note:features 9.
@@ -20,7 +20,7 @@ from omni_proxy.config.overlay import Discovered, FoundWorker
 from omni_proxy.config.schema import WorkerEntry
 from omni_proxy.config.tables.discover import DiscoverEntry, matches, parse_selector
 from omni_proxy.config.url import normalize_url
-from omni_proxy.discovery.members import SourceEndpoint, SourceMember, SourceMembers
+from omni_proxy.discovery.endpoints import ReportedEndpoint, SourceEndpoint, SourceEndpoints
 from omni_proxy.shared.engine_protocol import KvConnector
 from omni_proxy.shared.origins import MAX_PORT
 
@@ -31,60 +31,60 @@ _DECODER: Final = json.JSONDecoder()
 def walk_list(text: str) -> Iterator[tuple[str, object]]:
     """Yields the keys and values of an object, and for the key `items` each item separately. Raises
     ValueError, after the valid part was yielded."""
-    at = _expect(text, 0, "{")
-    if text[at : at + 1] == "}":
+    offset = _expect(text, 0, "{")
+    if text[offset : offset + 1] == "}":
         return
     while True:
-        key, at = _value(text, at)
+        key, offset = _value(text, offset)
         if not isinstance(key, str):
             raise ValueError("a key is not a string")
-        at = _expect(text, at, ":")
-        if key == "items" and text[at : at + 1] == "[":
-            for item, after in _items(text, _blank(text, at + 1)):
-                at = after
+        offset = _expect(text, offset, ":")
+        if key == "items" and text[offset : offset + 1] == "[":
+            for item, after in _items(text, _blank(text, offset + 1)):
+                offset = after
                 if item is not None:
                     yield key, item
         else:
-            value, at = _value(text, at)
+            value, offset = _value(text, offset)
             yield key, value
-        if text[at : at + 1] == "}":
+        if text[offset : offset + 1] == "}":
             return
-        at = _expect(text, at, ",")
+        offset = _expect(text, offset, ",")
 
 
-def _items(text: str, at: int) -> Iterator[tuple[object, int]]:
+def _items(text: str, offset: int) -> Iterator[tuple[object, int]]:
     """Yields each item and the offset after it; at the end None and the offset after the list."""
-    if text[at : at + 1] == "]":
-        yield None, _blank(text, at + 1)
+    if text[offset : offset + 1] == "]":
+        yield None, _blank(text, offset + 1)
         return
     while True:
-        item, at = _value(text, at)
-        yield item, at
-        if text[at : at + 1] == "]":
-            yield None, _blank(text, at + 1)
+        item, offset = _value(text, offset)
+        yield item, offset
+        if text[offset : offset + 1] == "]":
+            yield None, _blank(text, offset + 1)
             return
-        at = _expect(text, at, ",")
+        offset = _expect(text, offset, ",")
 
 
-def _value(text: str, at: int) -> tuple[object, int]:
+def _value(text: str, offset: int) -> tuple[object, int]:
     try:
-        value, after = _DECODER.raw_decode(text, at)
+        value, after = _DECODER.raw_decode(text, offset)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return value, _blank(text, after)
 
 
-def _expect(text: str, at: int, mark: str) -> int:
+def _expect(text: str, offset: int, mark: str) -> int:
     """The offset after `mark` and blanks."""
-    at = _blank(text, at)
-    if text[at : at + 1] != mark:
-        raise ValueError(f'expected "{mark}" at character {at}')
-    return _blank(text, at + 1)
+    offset = _blank(text, offset)
+    if text[offset : offset + 1] != mark:
+        raise ValueError(f'expected "{mark}" at character {offset}')
+    return _blank(text, offset + 1)
 
 
-def _blank(text: str, at: int) -> int:
-    match = _BLANK.match(text, at)
-    return match.end() if match else at
+def _blank(text: str, offset: int) -> int:
+    match = _BLANK.match(text, offset)
+    return match.end() if match else offset
 
 
 class LineBuffer:
@@ -130,7 +130,7 @@ class Pod:
 
     uid: str
     name: str
-    endpoints: tuple[SourceEndpoint, ...] = ()
+    endpoints: tuple[ReportedEndpoint, ...] = ()
     reason: str = GONE
     problem: str = ""
 
@@ -160,10 +160,12 @@ class PodReader:
         discovered = Discovered(self._entry.name, uid, namespace, name)
         ready = _is_ready(status)
         try:
-            found = [FoundWorker(entry, discovered) for entry in self._workers(pod)]
+            workers = [FoundWorker(entry, discovered) for entry in self._workers(pod)]
         except ValueError as error:
             return Pod(uid, title, reason=str(error), problem=str(error))
-        return Pod(uid, title, tuple(SourceEndpoint(each, ready) for each in found), NOT_READY)
+        return Pod(
+            uid, title, tuple(ReportedEndpoint(worker, ready) for worker in workers), NOT_READY
+        )
 
     def _workers(self, pod: Mapping[str, object]) -> Iterator[WorkerEntry]:
         """Raises ValueError for invalid annotations, labels or ports."""
@@ -193,17 +195,17 @@ class PodReader:
 
     def _ports(self, pod: Mapping[str, object], annotations: Mapping[str, str]) -> list[int]:
         """The distinct ports of the pod's workers. Raises ValueError."""
-        given = _first(annotations, PORTS) or str(self._entry.port)
-        names = [name.strip() for name in given.split(",")]
+        ports_text = _first(annotations, PORTS) or str(self._entry.port)
+        names = [name.strip() for name in ports_text.split(",")]
         ports = [_port(name) if name.isdecimal() else _named_port(pod, name) for name in names]
         return list(dict.fromkeys(ports))
 
 
 class PodState:
-    """The pods of one source. Each method returns the members that it changed."""
+    """The pods of one source. Each method returns the endpoints that it changed."""
 
     def __init__(self, entry: DiscoverEntry) -> None:
-        self.members = SourceMembers()
+        self.endpoints = SourceEndpoints()
         self.problems: dict[str, str] = {}  # by name of the pod
         self._reader = PodReader(entry)
         self._problem_of: dict[str, str] = {}  # uid -> key in `problems`
@@ -212,7 +214,7 @@ class PodState:
         """Read a pod without changing the state; for lists that are processed in slices."""
         return self._reader.read(pod)
 
-    def replace(self, pods: Iterable[Pod], now: float) -> list[SourceMember]:
+    def replace(self, pods: Iterable[Pod], now: float) -> list[SourceEndpoint]:
         """Apply a complete list."""
         self.problems.clear()
         self._problem_of.clear()
@@ -220,12 +222,12 @@ class PodState:
         changed = []
         for pod in listed.values():
             changed += self._put(pod, now)
-        gone = {member.uid for member in self.members} - listed.keys()
+        gone = {endpoint.uid for endpoint in self.endpoints} - listed.keys()
         for uid in sorted(gone):
-            changed += self.members.put(uid, (), GONE, now)
+            changed += self.endpoints.put(uid, (), GONE, now)
         return changed
 
-    def apply(self, kind: EventType, pod: Mapping[str, object], now: float) -> list[SourceMember]:
+    def apply(self, kind: EventType, pod: Mapping[str, object], now: float) -> list[SourceEndpoint]:
         """Apply an event of a watch."""
         read = self._reader.read(pod)
         if read is None:
@@ -234,12 +236,12 @@ class PodState:
             read = Pod(read.uid, read.name, reason=read.reason if not read.endpoints else GONE)
         return self._put(read, now)
 
-    def _put(self, pod: Pod, now: float) -> list[SourceMember]:
+    def _put(self, pod: Pod, now: float) -> list[SourceEndpoint]:
         self.problems.pop(self._problem_of.pop(pod.uid, ""), None)
         if pod.problem and len(self.problems) < MAX_PROBLEMS:
             self.problems[pod.name] = pod.problem
             self._problem_of[pod.uid] = pod.name
-        return self.members.put(pod.uid, pod.endpoints, pod.reason, now)
+        return self.endpoints.put(pod.uid, pod.endpoints, pod.reason, now)
 
 
 def _is_ready(status: Mapping[str, object]) -> bool:

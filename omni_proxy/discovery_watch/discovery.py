@@ -18,17 +18,17 @@ import trio
 from omni_proxy.config.overlay import FoundWorker
 from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.discover import DiscoverEntry
-from omni_proxy.discovery.members import (
+from omni_proxy.discovery.endpoints import (
     DiscoveryState,
-    SourceMember,
-    SourceMembers,
+    SourceEndpoint,
+    SourceEndpoints,
     SourceReport,
     combine,
     count_states,
 )
 from omni_proxy.discovery_watch.api_connection import ClusterAccess
 from omni_proxy.discovery_watch.dns_watcher import DnsWatcher
-from omni_proxy.discovery_watch.pod_watcher import PodWatcher
+from omni_proxy.discovery_watch.kubernetes_watcher import KubernetesWatcher
 from omni_proxy.fleet.cordon_reasons import DISCOVERY_CORDONS, LEAVING_CORDON, NOT_READY_CORDON
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
@@ -47,12 +47,12 @@ Access = Callable[[DiscoverEntry], ClusterAccess]
 @dataclass(slots=True, eq=False)
 class _Source:
     entry: DiscoverEntry
-    watcher: PodWatcher | DnsWatcher
+    watcher: KubernetesWatcher | DnsWatcher
     scope: trio.CancelScope
 
     @property
-    def members(self) -> SourceMembers:
-        return self.watcher.state.members
+    def endpoints(self) -> SourceEndpoints:
+        return self.watcher.state.endpoints
 
 
 class Discovery:
@@ -94,7 +94,7 @@ class Discovery:
         return [
             SourceReport(
                 source.watcher.status,
-                count_states(source.members),
+                count_states(source.endpoints),
                 dict(source.watcher.state.problems),
             )
             for source in self._sources.values()
@@ -102,10 +102,10 @@ class Discovery:
 
     def unlisted_sources(self) -> list[str]:
         """The sources that have provided no list so far, each with the reason if it is known."""
-        found = (source.watcher.status for source in self._sources.values())
+        statuses = (source.watcher.status for source in self._sources.values())
         return [
             f"{status.name} ({status.error})" if status.error else status.name
-            for status in found
+            for status in statuses
             if status.listed_at is None
         ]
 
@@ -113,8 +113,8 @@ class Discovery:
         """Why discovery cordons the worker; "" if it does not."""
         if worker.cordon_reasons.isdisjoint(DISCOVERY_CORDONS):
             return ""
-        member = self._member(worker)
-        return (member.reason if member is not None else "") or GONE
+        endpoint = self._endpoint(worker)
+        return (endpoint.reason if endpoint is not None else "") or GONE
 
     def _follow_config(self, old: Config, new: Config) -> None:
         if self._nursery is not None and old.discover != new.discover:
@@ -131,20 +131,20 @@ class Discovery:
             source = _Source(entry, self._watcher(entry), trio.CancelScope())
             if known is not None:
                 known.scope.cancel()
-                source.watcher.state.members = known.members
+                source.watcher.state.endpoints = known.endpoints
             self._sources[entry.name] = source
             self._start(source)
         for source in before.values():
             source.scope.cancel()
         self._changed.set()
 
-    def _watcher(self, entry: DiscoverEntry) -> PodWatcher | DnsWatcher:
-        def on_change(changed: list[SourceMember]) -> None:
+    def _watcher(self, entry: DiscoverEntry) -> KubernetesWatcher | DnsWatcher:
+        def on_change(changed: list[SourceEndpoint]) -> None:
             self._note(entry.name, changed)
 
         if entry.kind == "dns":
             return DnsWatcher(entry, on_change)
-        return PodWatcher(entry, self._access(entry), on_change, self._jitter)
+        return KubernetesWatcher(entry, self._access(entry), on_change, self._jitter)
 
     def _start(self, source: _Source) -> None:
         assert self._nursery is not None
@@ -156,41 +156,41 @@ class Discovery:
 
         self._nursery.start_soon(run)
 
-    def _note(self, name: str, changed: list[SourceMember]) -> None:
+    def _note(self, name: str, changed: list[SourceEndpoint]) -> None:
         """Process changes of a source: cordon immediately, and wake the tasks for the rest."""
-        for member in changed:
-            self._log_change(name, member)
-            worker = self._fleet.find(member.url)
-            if worker is not None and self._member(worker) is member:
-                self._cordon(worker, member)
-            if member.state is DiscoveryState.LEAVING:
+        for endpoint in changed:
+            self._log_change(name, endpoint)
+            worker = self._fleet.find(endpoint.url)
+            if worker is not None and self._endpoint(worker) is endpoint:
+                self._cordon(worker, endpoint)
+            if endpoint.state is DiscoveryState.LEAVING:
                 self._leaving.set()
         if changed:
             self._changed.set()
 
-    def _log_change(self, name: str, member: SourceMember) -> None:
-        pod, url = member.found.discovered.pod or "none", member.url
-        if member.state is DiscoveryState.OPEN:
-            known = self._fleet.find(member.url) is not None
+    def _log_change(self, name: str, endpoint: SourceEndpoint) -> None:
+        pod, url = endpoint.found.discovered.pod or "none", endpoint.url
+        if endpoint.state is DiscoveryState.OPEN:
+            known = self._fleet.find(endpoint.url) is not None
             state = "ready" if known else "found"
             _log.info("worker_%s worker=%s source=%s pod=%s", state, url, name, pod)
         else:
-            state = member.state.value
+            state = endpoint.state.value
             _log.info(
                 "worker_%s worker=%s source=%s pod=%s reason=%s",
-                state, url, name, pod, member.reason,
+                state, url, name, pod, endpoint.reason,
             )  # fmt: skip
 
-    def _member(self, worker: Worker) -> SourceMember | None:
-        """The worker's member in its source, if it has one."""
-        found = worker.discovered
-        source = self._sources.get(found.source) if found is not None else None
-        return source.members.get(found.uid, worker.url) if source and found else None
+    def _endpoint(self, worker: Worker) -> SourceEndpoint | None:
+        """The worker's endpoint in its source, if it has one."""
+        discovered = worker.discovered
+        source = self._sources.get(discovered.source) if discovered is not None else None
+        return source.endpoints.get(discovered.uid, worker.url) if source and discovered else None
 
-    def _cordon(self, worker: Worker, member: SourceMember | None) -> None:
-        leaves = member is None or member.state is DiscoveryState.LEAVING
+    def _cordon(self, worker: Worker, endpoint: SourceEndpoint | None) -> None:
+        leaves = endpoint is None or endpoint.state is DiscoveryState.LEAVING
         wanted = LEAVING_CORDON if leaves else NOT_READY_CORDON
-        if leaves or (member is not None and member.state is DiscoveryState.NOT_READY):
+        if leaves or (endpoint is not None and endpoint.state is DiscoveryState.NOT_READY):
             if wanted not in worker.cordon_reasons:
                 self._fleet.cordon(worker, wanted)
         else:
@@ -202,7 +202,7 @@ class Discovery:
         """Update all cordons after a change of the fleet: a worker may have changed its source."""
         for worker in self._fleet.workers:
             if worker.discovered is not None:
-                self._cordon(worker, self._member(worker))
+                self._cordon(worker, self._endpoint(worker))
             else:
                 for reason in worker.cordon_reasons & DISCOVERY_CORDONS:
                     self._fleet.uncordon(worker, reason)
@@ -217,43 +217,43 @@ class Discovery:
 
     def _next_found(self) -> tuple[FoundWorker, ...]:
         """All found workers, with at most MAX_NEW that were not in the fleet before."""
-        found = combine(source.members for source in self._sources.values())
-        keys = [(worker.discovered.uid, worker.entry.url) for worker in found]
+        workers = combine(source.endpoints for source in self._sources.values())
+        keys = [(worker.discovered.uid, worker.entry.url) for worker in workers]
         later = {key for key in keys if key not in self._joined}
         for key in [key for key in keys if key in later][:MAX_NEW]:
             later.discard(key)
         self._joined = {*keys} - later
         if not later:
-            return found
+            return workers
         self._changed.set()
-        return tuple(each for each, key in zip(found, keys, strict=True) if key not in later)
+        return tuple(worker for worker, key in zip(workers, keys, strict=True) if key not in later)
 
     async def _end_drains(self) -> None:
         """Remove leaving workers when they are idle, or their drain timeout has passed."""
         while True:
             self._leaving = trio.Event()
             while leaving := [
-                (source, member)
+                (source, endpoint)
                 for source in self._sources.values()
-                for member in source.members.leaving()
+                for endpoint in source.endpoints.leaving()
             ]:
                 await self._fleet.await_replicated()  # before it, a process may still send to them
-                for source, member in leaving:
-                    self._end_drain(source, member)
+                for source, endpoint in leaving:
+                    self._end_drain(source, endpoint)
                 await trio.sleep(DRAIN_POLL_SECS)
             await self._leaving.wait()
 
-    def _end_drain(self, source: _Source, member: SourceMember) -> None:
-        worker = self._fleet.find(member.url)
-        if member.state is not DiscoveryState.LEAVING:
+    def _end_drain(self, source: _Source, endpoint: SourceEndpoint) -> None:
+        worker = self._fleet.find(endpoint.url)
+        if endpoint.state is not DiscoveryState.LEAVING:
             return  # it was found again since
-        if worker is not None and self._member(worker) is member and worker.in_flight:
+        if worker is not None and self._endpoint(worker) is endpoint and worker.in_flight:
             if (
                 trio.current_time()
-                < member.since + self._config_store.config.server.drain_timeout_secs
+                < endpoint.since + self._config_store.config.server.drain_timeout_secs
             ):
                 return
             in_flight = worker.in_flight
             _log.warning("worker_drain_overdue worker=%s in_flight=%d", worker.url, in_flight)
-        source.members.forget(member)
+        source.endpoints.forget(endpoint)
         self._changed.set()

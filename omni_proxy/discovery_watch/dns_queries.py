@@ -55,9 +55,9 @@ class DnsQueries:
         if answer is None:
             return [], NO_TTL
         records = preferred(
-            SrvRecord(each.priority, each.weight, each.port, each.target.to_text())
-            for each in answer
-            if isinstance(each, SRV)
+            SrvRecord(record.priority, record.weight, record.port, record.target.to_text())
+            for record in answer
+            if isinstance(record, SRV)
         )
         known, ttls = _additional(answer)
         ttls.append(float(answer.chaining_result.minimum_ttl))
@@ -80,8 +80,8 @@ class DnsQueries:
                 for target in targets:
                     if target not in resolved:
                         nursery.start_soon(resolve, target)
-        except* DnsFailure as group:
-            raise DnsFailure(str(group.exceptions[0])) from None
+        except* DnsFailure as errors:
+            raise DnsFailure(str(errors.exceptions[0])) from None
         self._targets = resolved
         addresses = [
             DnsAddress(ip, record.port, record.weight)
@@ -92,15 +92,15 @@ class DnsQueries:
 
     async def _resolver(self) -> dns.asyncresolver.Resolver:
         """A resolver for one query, because resolv.conf may change. Raises DnsFailure."""
-        given = self._entry.dns_server
+        server = self._entry.dns_server
         try:
-            if not given:
+            if not server:
                 resolver = await trio.to_thread.run_sync(dns.asyncresolver.Resolver)
             else:
                 resolver = dns.asyncresolver.Resolver(configure=False)
-                ((host, port),) = parse_listeners([given])
-                found = await trio.socket.getaddrinfo(host, port, type=trio.socket.SOCK_DGRAM)
-                resolver.nameservers = [str(found[0][4][0])]
+                ((host, port),) = parse_listeners([server])
+                addresses = await trio.socket.getaddrinfo(host, port, type=trio.socket.SOCK_DGRAM)
+                resolver.nameservers = [str(addresses[0][4][0])]
                 resolver.port = port
         except (dns.exception.DNSException, OSError) as error:
             raise DnsFailure(f"no DNS server: {error}") from None
@@ -118,7 +118,7 @@ async def _host_addresses(
     for kind in (dns.rdatatype.A, dns.rdatatype.AAAA):
         answer = await _ask(resolver, name, kind)
         if answer is not None:
-            ips = sorted(each.address for each in answer if isinstance(each, A | AAAA))
+            ips = sorted(record.address for record in answer if isinstance(record, A | AAAA))
             return tuple(ips), float(answer.chaining_result.minimum_ttl)
     return (), NO_TTL
 
@@ -140,11 +140,11 @@ def _additional(answer: dns.resolver.Answer) -> tuple[dict[str, tuple[str, ...]]
 
     These names need no further query.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    ips_by_name: dict[str, tuple[str, ...]] = {}
     ttls: list[float] = []
     for rrset in answer.response.additional:
         if rrset.rdtype == dns.rdatatype.A:
-            ips = tuple(sorted(each.address for each in rrset if isinstance(each, A)))
-            found[rrset.name.to_text()] = ips
+            ips = tuple(sorted(record.address for record in rrset if isinstance(record, A)))
+            ips_by_name[rrset.name.to_text()] = ips
             ttls.append(float(rrset.ttl))
-    return found, ttls
+    return ips_by_name, ttls

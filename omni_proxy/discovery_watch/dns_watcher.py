@@ -15,7 +15,7 @@ import trio
 
 from omni_proxy.config.tables.discover import DiscoverEntry
 from omni_proxy.discovery.dns_answers import NO_TTL, DnsFailure, DnsState
-from omni_proxy.discovery.members import SourceMember, SourceStatus
+from omni_proxy.discovery.endpoints import SourceEndpoint, SourceStatus
 
 if TYPE_CHECKING:
     from omni_proxy.discovery_watch.dns_queries import DnsQueries
@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 class DnsWatcher:
-    """Watches one entry. `on_change` gets the members that an answer has changed."""
+    """Watches one entry. `on_change` gets the endpoints that an answer has changed."""
 
     def __init__(
-        self, entry: DiscoverEntry, on_change: Callable[[list[SourceMember]], None]
+        self, entry: DiscoverEntry, on_change: Callable[[list[SourceEndpoint]], None]
     ) -> None:
         self.state = DnsState(entry)
         self.status = SourceStatus(entry.name, entry.kind)

@@ -8,7 +8,7 @@ from omni_proxy.discovery.dns_answers import (
     SrvRecord,
     preferred,
 )
-from omni_proxy.discovery.members import DiscoveryState
+from omni_proxy.discovery.endpoints import DiscoveryState
 
 ONE, TWO = DnsAddress("10.0.0.1", 80), DnsAddress("fd00::1", 81, 3)
 
@@ -18,7 +18,7 @@ def state(extra: str = "") -> DnsState:
 
 
 def urls(dns: DnsState) -> dict[str, DiscoveryState]:
-    return {member.url: member.state for member in dns.members}
+    return {endpoint.url: endpoint.state for endpoint in dns.endpoints}
 
 
 def test_each_address_is_a_worker():
@@ -28,7 +28,7 @@ def test_each_address_is_a_worker():
         "http://10.0.0.1:80": DiscoveryState.OPEN,
         "http://[fd00::1]:81": DiscoveryState.OPEN,
     }
-    assert [(each.found.entry.model, each.found.entry.weight) for each in dns.members] == [
+    assert [(each.found.entry.model, each.found.entry.weight) for each in dns.endpoints] == [
         ("m", 1),
         ("m", 3),
     ]
@@ -37,8 +37,8 @@ def test_each_address_is_a_worker():
 def test_an_address_that_is_no_longer_in_the_answer_leaves():
     dns = state()
     dns.answered([ONE, TWO], 0)
-    (member,) = dns.answered([TWO], 1)
-    assert (member.url, member.state) == ("http://10.0.0.1:80", DiscoveryState.LEAVING)
+    (endpoint,) = dns.answered([TWO], 1)
+    assert (endpoint.url, endpoint.state) == ("http://10.0.0.1:80", DiscoveryState.LEAVING)
 
 
 def test_only_the_third_empty_answer_in_a_row_removes_the_workers():

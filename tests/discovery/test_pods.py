@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.config.parse import parse
-from omni_proxy.discovery.members import DiscoveryState
+from omni_proxy.discovery.endpoints import DiscoveryState
 from omni_proxy.discovery.pods import (
     DELETING,
     GONE,
@@ -31,8 +31,8 @@ def state(more: str = "") -> PodState:
 
 
 def only(state: PodState):
-    (member,) = state.members
-    return member
+    (endpoint,) = state.endpoints
+    return endpoint
 
 
 def read(thing: dict, more: str = ""):
@@ -113,10 +113,10 @@ def test_labels_and_annotations_set_role_model_and_kv_connector():
 def test_a_pod_that_cannot_be_used_is_a_problem_with_its_reason(annotations, ip, reason):
     pods = state()
     pods.apply("ADDED", pod("a", ip=ip, annotations=annotations), 0)
-    assert list(pods.members) == []
+    assert list(pods.endpoints) == []
     assert reason in pods.problems["default/a"]
     pods.apply("MODIFIED", pod("a"), 1)
-    assert (len(list(pods.members)), pods.problems) == (1, {})
+    assert (len(list(pods.endpoints)), pods.problems) == (1, {})
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_a_pod_that_cannot_be_used_is_a_problem_with_its_reason(annotations, ip,
 def test_a_worker_leaves_when_its_pod_ends_or_is_not_selected(change, reason):
     pods = state()
     pods.apply("ADDED", pod("a"), 0)
-    (member,) = pods.apply("MODIFIED", change(pod("a")), 1)
-    assert (member.state, member.reason) == (DiscoveryState.LEAVING, reason)
+    (endpoint,) = pods.apply("MODIFIED", change(pod("a")), 1)
+    assert (endpoint.state, endpoint.reason) == (DiscoveryState.LEAVING, reason)
 
 
 def test_a_pod_that_is_not_ready_keeps_its_worker_without_new_requests():
@@ -141,15 +141,15 @@ def test_a_pod_that_is_not_ready_keeps_its_worker_without_new_requests():
     pods.apply("ADDED", pod("a", ready=False), 0)
     assert only(pods).state is DiscoveryState.PENDING
     pods.apply("MODIFIED", pod("a"), 1)
-    (member,) = pods.apply("MODIFIED", pod("a", ready=False), 2)
-    assert (member.state, member.reason) == (DiscoveryState.NOT_READY, NOT_READY)
+    (endpoint,) = pods.apply("MODIFIED", pod("a", ready=False), 2)
+    assert (endpoint.state, endpoint.reason) == (DiscoveryState.NOT_READY, NOT_READY)
 
 
 def test_a_deleted_pod_leaves_even_if_its_last_object_is_ready():
     pods = state()
     pods.apply("ADDED", pod("a"), 0)
-    (member,) = pods.apply("DELETED", pod("a"), 1)
-    assert (member.state, member.reason) == (DiscoveryState.LEAVING, GONE)
+    (endpoint,) = pods.apply("DELETED", pod("a"), 1)
+    assert (endpoint.state, endpoint.reason) == (DiscoveryState.LEAVING, GONE)
 
 
 def test_a_new_pod_of_the_same_name_and_address_is_another_worker():
@@ -157,7 +157,7 @@ def test_a_new_pod_of_the_same_name_and_address_is_another_worker():
     pods.apply("ADDED", pod("a", "one"), 0)
     pods.apply("DELETED", pod("a", "one"), 1)
     pods.apply("ADDED", pod("a", "two"), 2)
-    assert {member.uid: member.state for member in pods.members} == {
+    assert {endpoint.uid: endpoint.state for endpoint in pods.endpoints} == {
         "one": DiscoveryState.LEAVING, "two": DiscoveryState.OPEN,
     }  # fmt: skip
 
@@ -166,7 +166,7 @@ def test_another_address_of_a_pod_is_another_worker():
     pods = state()
     pods.apply("ADDED", pod("a", ip="10.0.0.1"), 0)
     pods.apply("MODIFIED", pod("a", ip="10.0.0.2"), 1)
-    assert {member.url: member.state.value for member in pods.members} == {
+    assert {endpoint.url: endpoint.state.value for endpoint in pods.endpoints} == {
         "http://10.0.0.1:30000": "leaving", "http://10.0.0.2:30000": "open",
     }  # fmt: skip
 
@@ -192,9 +192,9 @@ def test_after_any_object_the_next_pod_is_read(thing):
     }
     pods.apply("MODIFIED", thing, 1)
     pods.apply("ADDED", pod("b"), 2)
-    assert {member.uid for member in pods.members} <= {"u", "uid-b"}
-    (member,) = (member for member in pods.members if member.uid == "uid-b")
-    assert member.state is DiscoveryState.OPEN
+    assert {endpoint.uid for endpoint in pods.endpoints} <= {"u", "uid-b"}
+    (endpoint,) = (endpoint for endpoint in pods.endpoints if endpoint.uid == "uid-b")
+    assert endpoint.state is DiscoveryState.OPEN
 
 
 UIDS = st.sampled_from("abc")
@@ -210,7 +210,7 @@ LISTED = st.dictionaries(
 
 
 @given(steps=st.lists(EVENT | LISTED, max_size=10))
-def test_members_that_stay_equal_those_of_a_new_list(steps):
+def test_endpoints_that_stay_equal_those_of_a_new_list(steps):
     """Whether the state results from events or from lists."""
     pods, cluster = state(), {}
 
@@ -230,12 +230,12 @@ def test_members_that_stay_equal_those_of_a_new_list(steps):
         fresh = state()
         fresh.replace([fresh.read(thing(uid, *each)) for uid, each in cluster.items()], now)
         staying = {
-            member.uid: member.state is DiscoveryState.OPEN
-            for member in pods.members
-            if member.state is not DiscoveryState.LEAVING
+            endpoint.uid: endpoint.state is DiscoveryState.OPEN
+            for endpoint in pods.endpoints
+            if endpoint.state is not DiscoveryState.LEAVING
         }
         assert staying == {
-            member.uid: member.state is DiscoveryState.OPEN for member in fresh.members
+            endpoint.uid: endpoint.state is DiscoveryState.OPEN for endpoint in fresh.endpoints
         }
 
 

@@ -165,7 +165,7 @@ async def test_a_cordon_waits_for_no_lock_but_joining_and_removal_do(two, api):
     await two.until(lambda: two.urls == [B, "http://10.0.0.3:30000"])
 
 
-async def test_the_members_stay_while_a_sync_holds_the_membership_lock(two, api):
+async def test_the_endpoints_stay_while_a_sync_holds_the_membership_lock(two, api):
     two.store.membership_lock.acquire(lambda: "a sync")
     api.delete("uid-a")
     await two.until_open(B)

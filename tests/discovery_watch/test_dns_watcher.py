@@ -22,7 +22,7 @@ async def server(nursery):
 
 
 class Watched:
-    """A running watcher; `found` are its members."""
+    """A running watcher; `found` are its endpoints."""
 
     def __init__(self, server, name, more=""):
         text = f'[[discover]]\nkind = "dns"\ndns_name = "{name}"\nrefresh_secs = 0.05\n'
@@ -32,8 +32,8 @@ class Watched:
 
     def found(self):
         return {
-            member.url.removeprefix("http://"): member.state.value
-            for member in self.watcher.state.members
+            endpoint.url.removeprefix("http://"): endpoint.state.value
+            for endpoint in self.watcher.state.endpoints
         }
 
     async def until(self, expected):

@@ -12,7 +12,7 @@ from typing import Final
 from prometheus_client import Metric
 
 from omni_proxy.admin_api.services import DiscoveryView
-from omni_proxy.discovery.members import SourceReport
+from omni_proxy.discovery.endpoints import SourceReport
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.telemetry.prometheus import counters, gauges
 

@@ -25,7 +25,7 @@ class DiscoveryState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SourceEndpoint:
+class ReportedEndpoint:
     """A worker as its source reports it now."""
 
     found: FoundWorker
@@ -33,7 +33,7 @@ class SourceEndpoint:
 
 
 @dataclass(slots=True, eq=False)
-class SourceMember:
+class SourceEndpoint:
     found: FoundWorker
     state: DiscoveryState
     since: float  # start of its state
@@ -48,37 +48,39 @@ class SourceMember:
         return self.found.discovered.uid
 
 
-class SourceMembers:
-    """`put` and `replace` apply a change at time `now`, and return the members whose state or
+class SourceEndpoints:
+    """`put` and `replace` apply a change at time `now`, and return the endpoints whose state or
     settings changed."""
 
     def __init__(self) -> None:
-        self._by_uid: dict[str, dict[str, SourceMember]] = {}  # then by URL
+        self._by_uid: dict[str, dict[str, SourceEndpoint]] = {}  # then by URL
 
-    def __iter__(self) -> Iterator[SourceMember]:
-        return (member for members in self._by_uid.values() for member in members.values())
+    def __iter__(self) -> Iterator[SourceEndpoint]:
+        return (endpoint for endpoints in self._by_uid.values() for endpoint in endpoints.values())
 
-    def get(self, uid: str, url: str) -> SourceMember | None:
+    def get(self, uid: str, url: str) -> SourceEndpoint | None:
         return self._by_uid.get(uid, {}).get(url)
 
     def put(
-        self, uid: str, endpoints: Sequence[SourceEndpoint], reason: str, now: float
-    ) -> list[SourceMember]:
-        """Set the endpoints of `uid`; its other members leave, for the `reason`."""
+        self, uid: str, endpoints: Sequence[ReportedEndpoint], reason: str, now: float
+    ) -> list[SourceEndpoint]:
+        """Set the endpoints of `uid`; its other endpoints leave, for the `reason`."""
         known = self._by_uid.setdefault(uid, {})
         changed = [
-            member
-            for endpoint in endpoints
-            if (member := self._put_one(known, endpoint, reason, now)) is not None
+            endpoint
+            for reported in endpoints
+            if (endpoint := self._put_one(known, reported, reason, now)) is not None
         ]
-        changed += self._retire(known, {each.found.entry.url for each in endpoints}, reason, now)
+        changed += self._retire(
+            known, {reported.found.entry.url for reported in endpoints}, reason, now
+        )
         if not known:
             del self._by_uid[uid]
         return changed
 
     def replace(
-        self, endpoints: Mapping[str, Sequence[SourceEndpoint]], reason: str, now: float
-    ) -> list[SourceMember]:
+        self, endpoints: Mapping[str, Sequence[ReportedEndpoint]], reason: str, now: float
+    ) -> list[SourceEndpoint]:
         """Set all endpoints, by uid."""
         changed = []
         for uid in [uid for uid in self._by_uid if uid not in endpoints]:
@@ -87,29 +89,29 @@ class SourceMembers:
             changed += self.put(uid, seen, reason, now)
         return changed
 
-    def forget(self, member: SourceMember) -> None:
-        """Remove a member that has left."""
-        members = self._by_uid.get(member.uid, {})
-        if members.get(member.url) is member:
-            del members[member.url]
-            if not members:
-                del self._by_uid[member.uid]
+    def forget(self, endpoint: SourceEndpoint) -> None:
+        """Remove an endpoint that has left."""
+        endpoints = self._by_uid.get(endpoint.uid, {})
+        if endpoints.get(endpoint.url) is endpoint:
+            del endpoints[endpoint.url]
+            if not endpoints:
+                del self._by_uid[endpoint.uid]
 
-    def leaving(self) -> list[SourceMember]:
-        return [member for member in self if member.state is DiscoveryState.LEAVING]
+    def leaving(self) -> list[SourceEndpoint]:
+        return [endpoint for endpoint in self if endpoint.state is DiscoveryState.LEAVING]
 
     def _put_one(
-        self, known: dict[str, SourceMember], endpoint: SourceEndpoint, reason: str, now: float
-    ) -> SourceMember | None:
-        """The member, if it changed."""
-        found, url = endpoint.found, endpoint.found.entry.url
-        member = known.get(url)
-        if member is None:
-            state = DiscoveryState.OPEN if endpoint.ready else DiscoveryState.PENDING
-            member = known[url] = SourceMember(found, state, now)
-            return member if endpoint.ready else None
-        before = member.state
-        if endpoint.ready:
+        self, known: dict[str, SourceEndpoint], reported: ReportedEndpoint, reason: str, now: float
+    ) -> SourceEndpoint | None:
+        """The endpoint, if it changed."""
+        found, url = reported.found, reported.found.entry.url
+        endpoint = known.get(url)
+        if endpoint is None:
+            state = DiscoveryState.OPEN if reported.ready else DiscoveryState.PENDING
+            endpoint = known[url] = SourceEndpoint(found, state, now)
+            return endpoint if reported.ready else None
+        before = endpoint.state
+        if reported.ready:
             state = DiscoveryState.OPEN
         else:
             state = (
@@ -117,50 +119,56 @@ class SourceMembers:
                 if before is DiscoveryState.PENDING
                 else DiscoveryState.NOT_READY
             )
-        if state is before and found.is_as(member.found):
+        if state is before and found.is_as(endpoint.found):
             return None
-        if not found.is_as(member.found):
-            member.found = found
+        if not found.is_as(endpoint.found):
+            endpoint.found = found
         if state is not before:
-            member.state, member.since = state, now
-        member.reason = reason if state is DiscoveryState.NOT_READY else ""
-        return None if state is DiscoveryState.PENDING else member
+            endpoint.state, endpoint.since = state, now
+        endpoint.reason = reason if state is DiscoveryState.NOT_READY else ""
+        return None if state is DiscoveryState.PENDING else endpoint
 
     def _retire(
-        self, known: dict[str, SourceMember], present: set[str], reason: str, now: float
-    ) -> list[SourceMember]:
+        self, known: dict[str, SourceEndpoint], present: set[str], reason: str, now: float
+    ) -> list[SourceEndpoint]:
         """Members whose URL is not in `present` leave."""
         changed = []
         for url in [url for url in known if url not in present]:
-            member = known[url]
-            if member.state is DiscoveryState.PENDING:
+            endpoint = known[url]
+            if endpoint.state is DiscoveryState.PENDING:
                 del known[url]
-            elif member.state is not DiscoveryState.LEAVING:
-                member.state, member.since, member.reason = DiscoveryState.LEAVING, now, reason
-                changed.append(member)
+            elif endpoint.state is not DiscoveryState.LEAVING:
+                endpoint.state, endpoint.since, endpoint.reason = (
+                    DiscoveryState.LEAVING,
+                    now,
+                    reason,
+                )
+                changed.append(endpoint)
         return changed
 
 
-def combine(sources: Iterable[SourceMembers]) -> tuple[FoundWorker, ...]:
+def combine(sources: Iterable[SourceEndpoints]) -> tuple[FoundWorker, ...]:
     """One worker for each URL: a worker that stays takes precedence over one that leaves, then the
     first source, then the newest worker. Ordered by source, then in order of discovery."""
-    chosen: dict[str, tuple[int, SourceMember]] = {}
-    for number, members in enumerate(sources):
-        for member in members:
-            if member.state is DiscoveryState.PENDING:
+    chosen: dict[str, tuple[int, SourceEndpoint]] = {}
+    for number, endpoints in enumerate(sources):
+        for endpoint in endpoints:
+            if endpoint.state is DiscoveryState.PENDING:
                 continue
-            url = member.found.entry.url
+            url = endpoint.found.entry.url
             other = chosen.get(url)
-            if other is None or _replaces(member, number, *other):
-                chosen[url] = number, member
-    return tuple(member.found for _, member in chosen.values())
+            if other is None or _replaces(endpoint, number, *other):
+                chosen[url] = number, endpoint
+    return tuple(endpoint.found for _, endpoint in chosen.values())
 
 
-def _replaces(member: SourceMember, number: int, other_number: int, other: SourceMember) -> bool:
-    leaves, other_leaves = (each.state is DiscoveryState.LEAVING for each in (member, other))
+def _replaces(
+    endpoint: SourceEndpoint, number: int, other_number: int, other: SourceEndpoint
+) -> bool:
+    leaves, other_leaves = (one.state is DiscoveryState.LEAVING for one in (endpoint, other))
     if leaves != other_leaves:
         return other_leaves
-    return number == other_number and member.uid != other.uid
+    return number == other_number and endpoint.uid != other.uid
 
 
 @dataclass(slots=True)
@@ -211,6 +219,6 @@ class SourceReport:
     problems: dict[str, str]
 
 
-def count_states(members: Iterable[SourceMember]) -> dict[str, int]:
-    counts = Counter(member.state.value for member in members)
+def count_states(endpoints: Iterable[SourceEndpoint]) -> dict[str, int]:
+    counts = Counter(endpoint.state.value for endpoint in endpoints)
     return {state.value: counts[state.value] for state in DiscoveryState}

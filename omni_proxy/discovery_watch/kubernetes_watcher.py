@@ -1,7 +1,7 @@
 """Follows the pods of one `[[discover]]`: a list, then a watch from its resource version on.
 
-Invariant: members change only by responses of the API server: a failure leaves them unchanged, and
-the next list updates them. A version that the server no longer has (410) leads to a new list, a
+Invariant: only responses of the API server change the endpoints: a failure leaves them unchanged,
+and the next list updates them. A version that the server no longer has (410) leads to a new list, a
 watch that was cut or silent to a new watch. Failed attempts are repeated with increasing pauses and
 jitter. Lists and events are processed for at most `SLICE_SECS` between two checkpoints. Source:
 Kubernetes API concepts, "Efficient detection of changes", "Retrieving large results sets".
@@ -20,7 +20,7 @@ from urllib.parse import quote, urlencode
 import trio
 
 from omni_proxy.config.tables.discover import DiscoverEntry
-from omni_proxy.discovery.members import SourceMember, SourceStatus
+from omni_proxy.discovery.endpoints import SourceEndpoint, SourceStatus
 from omni_proxy.discovery.pods import EventType, LineBuffer, Pod, PodState, walk_list
 from omni_proxy.discovery_watch.api_connection import (
     ALL_NAMESPACES,
@@ -51,15 +51,15 @@ MIN_WATCH_SECS: Final = 1.0
 SLICE_SECS: Final = 0.002
 GONE: Final = 410
 
-Changed = Callable[[list[SourceMember]], None]
+Changed = Callable[[list[SourceEndpoint]], None]
 
 
 class _VersionGone(Exception):
     """The server no longer has this resource version, or this page of a list."""
 
 
-class PodWatcher:
-    """Watches one entry. `on_change` gets changed members. `jitter` returns 0 to 1."""
+class KubernetesWatcher:
+    """Watches one entry. `on_change` gets changed endpoints. `jitter` returns 0 to 1."""
 
     def __init__(
         self,

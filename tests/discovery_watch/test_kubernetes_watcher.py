@@ -7,9 +7,9 @@ import pytest
 import trio
 
 from omni_proxy.config.parse import parse
-from omni_proxy.discovery_watch import pod_watcher
+from omni_proxy.discovery_watch import kubernetes_watcher
 from omni_proxy.discovery_watch.api_connection import ClusterAccess
-from omni_proxy.discovery_watch.pod_watcher import PodWatcher
+from omni_proxy.discovery_watch.kubernetes_watcher import KubernetesWatcher
 from tests.discovery_watch.api_server import pod
 
 
@@ -19,11 +19,13 @@ class Watched:
     def __init__(self, url, more="", namespace="default"):
         text = f'[[discover]]\napi_server = "{url}"\nnamespace = "{namespace}"\n{more}'
         entry = parse(text).discover[0]
-        self.watcher = PodWatcher(entry, ClusterAccess(entry), self._note, lambda: 0.0)
+        self.watcher = KubernetesWatcher(entry, ClusterAccess(entry), self._note, lambda: 0.0)
         self.changes = []
 
     def _note(self, changed):
-        self.changes += [(member.found.discovered.pod, member.state.value) for member in changed]
+        self.changes += [
+            (endpoint.found.discovered.pod, endpoint.state.value) for endpoint in changed
+        ]
 
     @property
     def status(self):
@@ -31,7 +33,8 @@ class Watched:
 
     def found(self):
         return {
-            member.found.discovered.pod: member.state.value for member in self.watcher.state.members
+            endpoint.found.discovered.pod: endpoint.state.value
+            for endpoint in self.watcher.state.endpoints
         }
 
     async def until(self, **expected):
@@ -87,7 +90,7 @@ async def test_all_namespaces_are_watched_with_namespace_star(api, watching):
 @pytest.fixture
 def three_pages(api, monkeypatch):
     """Pods that fill two pages and a half."""
-    monkeypatch.setattr(pod_watcher, "PAGE_PODS", 10)
+    monkeypatch.setattr(kubernetes_watcher, "PAGE_PODS", 10)
     for number in range(25):
         api.put(pod(f"p{number}", ip=f"10.0.0.{number}"))
     return 25
@@ -169,8 +172,8 @@ async def test_a_new_list_retires_pods_that_were_deleted_meanwhile(api, watching
     api.delete("uid-a")
     api.put(pod("a", "other", ip="10.0.0.1"))
     await api.expire_watches()
-    await watched.until_holds(lambda: len(list(watched.watcher.state.members)) == 3)
-    assert {member.uid: member.state.value for member in watched.watcher.state.members} == {
+    await watched.until_holds(lambda: len(list(watched.watcher.state.endpoints)) == 3)
+    assert {endpoint.uid: endpoint.state.value for endpoint in watched.watcher.state.endpoints} == {
         "uid-a": "leaving", "other": "open", "uid-b": "open",
     }  # fmt: skip
 
@@ -241,14 +244,14 @@ async def test_pauses_between_failures_grow(api, watching, monkeypatch):
         pauses.append(secs)
         await sleep(0)
 
-    monkeypatch.setattr(pod_watcher.trio, "sleep", record_pause)
+    monkeypatch.setattr(kubernetes_watcher.trio, "sleep", record_pause)
     api.faults.status = 503
     watching()
     with trio.fail_after(20):
         while len(pauses) < 12:
             await sleep(0.005)
     assert pauses[:4] == [0.1, 0.2, 0.4, 0.8]
-    assert pauses[-1] == pod_watcher.MAX_PAUSE_SECS / 2
+    assert pauses[-1] == kubernetes_watcher.MAX_PAUSE_SECS / 2
 
 
 async def test_a_server_whose_watches_are_always_410_is_listed_with_growing_pauses(
@@ -261,7 +264,7 @@ async def test_a_server_whose_watches_are_always_410_is_listed_with_growing_paus
         pauses.append(secs)
         await sleep(0)
 
-    monkeypatch.setattr(pod_watcher.trio, "sleep", record_pause)
+    monkeypatch.setattr(kubernetes_watcher.trio, "sleep", record_pause)
     api.put(pod("a"))
     api.faults.watch_status = 410
     watched = watching()
@@ -269,7 +272,7 @@ async def test_a_server_whose_watches_are_always_410_is_listed_with_growing_paus
         while len(pauses) < 12:
             await sleep(0.005)
     assert pauses[:4] == [0.1, 0.2, 0.4, 0.8]
-    assert pauses[-1] == pod_watcher.MAX_PAUSE_SECS / 2
+    assert pauses[-1] == kubernetes_watcher.MAX_PAUSE_SECS / 2
     assert (watched.found(), watched.status.state) == ({"a": "open"}, "synced")
     api.put(pod("b"))  # lists still find new pods
     while watched.found() != {"a": "open", "b": "open"}:
