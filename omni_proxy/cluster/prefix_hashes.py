@@ -94,15 +94,15 @@ class PrefixNotes:
         if published is None:
             published = self._published[target] = {}
         due, new = now - REPEAT_SECS, []
-        for each in reversed(hashes):
-            at = published.get(each)
-            if at is not None:
-                if at > due:
+        for prefix_hash in reversed(hashes):
+            published_at = published.get(prefix_hash)
+            if published_at is not None:
+                if published_at > due:
                     break  # shorter beginnings were published at least as recently
-                del published[each]
+                del published[prefix_hash]
                 self._count -= 1
-            published[each] = now
-            new.append(each)
+            published[prefix_hash] = now
+            new.append(prefix_hash)
         if new:
             self._add(target, new)
 
@@ -123,17 +123,17 @@ class PrefixNotes:
 
     def take(self, limit: int) -> dict[int, bytes]:
         """Remove and return up to `limit` pending hashes, packed, by target."""
-        found: dict[int, bytes] = {}
+        taken: dict[int, bytes] = {}
         while limit > 0 and self._pending:
             target = next(iter(self._pending))
             hashes = self._pending.pop(target)
             if len(hashes) > limit:
                 self._pending[target] = hashes[limit:]
                 del hashes[limit:]
-            found[target] = pack_hashes(hashes)
+            taken[target] = pack_hashes(hashes)
             self.pending -= len(hashes)
             limit -= len(hashes)
-        return found
+        return taken
 
     def repeat(self) -> None:
         """Publish the newest hashes of each target again, for a proxy that joined."""
@@ -149,10 +149,10 @@ class PrefixNotes:
         self.pending += len(new)
         self._pending.setdefault(target, []).extend(new)
         if self._count > MAX_PUBLISHED:
-            largest = max(self._published, key=lambda each: len(self._published[each]))
+            largest = max(self._published, key=lambda target: len(self._published[target]))
             oldest = self._published[largest]
-            for each in list(islice(oldest, FORGOTTEN)):
-                del oldest[each]
+            for prefix_hash in list(islice(oldest, FORGOTTEN)):
+                del oldest[prefix_hash]
                 self._count -= 1
         if self.pending > MAX_PENDING:
             self._drop(self.pending - MAX_PENDING)
@@ -165,8 +165,8 @@ class PrefixNotes:
             if not self._pending[target]:
                 del self._pending[target]
             published = self._published.get(target, {})
-            for each in dropped:
-                self._count -= published.pop(each, None) is not None
+            for prefix_hash in dropped:
+                self._count -= published.pop(prefix_hash, None) is not None
             self.pending -= len(dropped)
             self.dropped += len(dropped)
             count -= len(dropped)
@@ -193,11 +193,11 @@ class PrefixHints:
         holders = self._holders
         for target, hashes in packed.items():
             number = self._numbers.get(target) or self._admit(target)
-            for each in unpack_hashes(hashes):
-                before = holders.pop(each, ())
+            for prefix_hash in unpack_hashes(hashes):
+                before = holders.pop(prefix_hash, ())
                 if number in before:
                     before = tuple(known for known in before if known != number)
-                holders[each] = (*before[1 - MAX_HOLDERS :], number)
+                holders[prefix_hash] = (*before[1 - MAX_HOLDERS :], number)
                 if len(holders) > self._max_entries:
                     for oldest in list(
                         islice(holders, min(FORGOTTEN, self._max_entries // 4 or 1))
@@ -220,17 +220,17 @@ class PrefixHints:
 
         Targets with none are left out.
         """
-        found: dict[int, int] = {}
+        depths: dict[int, int] = {}
         holders, targets = self._holders, self._targets
         count = len(hashes)
-        for each in reversed(hashes):
-            if each in holders:
-                for number in reversed(holders[each]):
+        for prefix_hash in reversed(hashes):
+            if prefix_hash in holders:
+                for number in reversed(holders[prefix_hash]):
                     target = targets.get(number)
-                    if target is not None and target not in found:
-                        found[target] = count
+                    if target is not None and target not in depths:
+                        depths[target] = count
             count -= 1
-        return found
+        return depths
 
     def _admit(self, target: int) -> int:
         self._last += 1

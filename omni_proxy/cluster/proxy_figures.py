@@ -96,12 +96,12 @@ class PeerFigures:
 
     def peer_figures(self, key: int) -> WorkerFigures:
         """A worker's figures, summed over the other members. `key`: its target key."""
-        found = [
+        peers = [
             figures
             for known in self._members.values()
             if (figures := known.parts.get(key % PARTS, {}).get(key)) is not None
         ]
-        if not found:
+        if not peers:
             return WorkerFigures()
-        rates, errors, tokens = zip(*found, strict=True)
+        rates, errors, tokens = zip(*peers, strict=True)
         return WorkerFigures(sum(rates), sum(errors), sum(tokens))

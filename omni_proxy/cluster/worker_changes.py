@@ -130,19 +130,19 @@ def with_change(state: SavedState, change: WorkerChange) -> SavedState:
 
 def _workers(state: SavedState, change: WorkerChange) -> Iterator[StateWorker]:
     """The workers with the change applied; a changed worker keeps its position."""
-    found = False
+    replaced = False
     for worker in state.workers:
         if worker.url != change.url:
             yield worker
         elif change.added is not None:
-            found = True
+            replaced = True
             yield change.added
-    if change.added is not None and not found:
+    if change.added is not None and not replaced:
         yield change.added
 
 
 def _with(table: dict[str, Value], url: str, value: Value | None) -> dict[str, Value]:
-    rest = {key: each for key, each in table.items() if key != url}
+    rest = {key: known for key, known in table.items() if key != url}
     return rest if value is None else rest | {url: value}
 
 

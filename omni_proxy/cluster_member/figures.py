@@ -61,9 +61,9 @@ class OwnFigures:
         return self._instruments.history
 
     def read(self, part: int, local_host: str) -> ProxyFigures:
-        recent, at = self._instruments.recent, time.time()
+        recent, now = self._instruments.recent, time.time()
         _, errors = recent.last_minute()
-        points = list(recent.since(int(at) - RATE_SECS - 1))
+        points = list(recent.since(int(now) - RATE_SECS - 1))
         requests = sum(point.requests for point in points)
         fleet = self.history.fleet
         return ProxyFigures(
@@ -74,23 +74,23 @@ class OwnFigures:
             round(self._instruments.ticker.worst_secs * 1000, 1),
             round(requests / max(len(points), 1), 2),
             errors,
-            fleet.mean(MINUTE_RANGE, "output_tokens_per_sec", at, RATE_POINTS),
+            fleet.mean(MINUTE_RANGE, "output_tokens_per_sec", now, RATE_POINTS),
             part,
-            self._of_workers(part, at),
+            self._of_workers(part, now),
             _counted(self.history.take_unsent()),
         )
 
-    def _of_workers(self, part: int, at: float) -> dict[int, WorkerFigures]:
+    def _of_workers(self, part: int, now: float) -> dict[int, WorkerFigures]:
         keyed = ((target_key(worker.url), worker) for worker in self._fleet.workers)
         due = islice((pair for pair in keyed if pair[0] % PARTS == part), MAX_WORKERS // PARTS)
-        found = {key: self._of_worker(worker, at) for key, worker in due}
-        return {key: figures for key, figures in found.items() if any(figures)}
+        by_key = {key: self._of_worker(worker, now) for key, worker in due}
+        return {key: figures for key, figures in by_key.items() if any(figures)}
 
-    def _of_worker(self, worker: Worker, at: float) -> WorkerFigures:
-        window = self._instruments.recent.worker_window(worker, at)
+    def _of_worker(self, worker: Worker, now: float) -> WorkerFigures:
+        window = self._instruments.recent.worker_window(worker, now)
         track, tokens = self.history.workers.get(worker), None
         if track is not None:
-            tokens = track.mean(MINUTE_RANGE, "output_tokens_per_sec", at, MINUTE_POINTS)
+            tokens = track.mean(MINUTE_RANGE, "output_tokens_per_sec", now, MINUTE_POINTS)
         return WorkerFigures(window.rate, window.errors, tokens or 0.0)
 
     def _dashboard(self, local_host: str) -> str:
@@ -256,6 +256,10 @@ def _record(figures: ProxyFigures | None) -> dict[str, object]:
 
 def _bin_of(counted: CountedFigures) -> Bin:
     """The counts as a Bin, without buckets that this release does not have."""
-    firsts = {at: count for at, count in counted.firsts.items() if 0 <= at <= len(FINE)}
-    gaps = {at: count for at, count in counted.gaps.items() if 0 <= at <= len(BETWEEN_CHUNKS)}
+    firsts = {bucket: count for bucket, count in counted.firsts.items() if 0 <= bucket <= len(FINE)}
+    gaps = {
+        bucket: count
+        for bucket, count in counted.gaps.items()
+        if 0 <= bucket <= len(BETWEEN_CHUNKS)
+    }
     return Bin(**asdict(counted) | {"firsts": firsts, "gaps": gaps})

@@ -85,10 +85,14 @@ class CutOffHold:
                 self._fleet.cordon(worker, CUT_OFF)
             elif is_proven and CUT_OFF in worker.cordon_reasons:
                 self._fleet.uncordon(worker, CUT_OFF)
-        held = [worker.url for worker in self._fleet.workers if CUT_OFF in worker.cordon_reasons]
+        cordoned = [
+            worker.url for worker in self._fleet.workers if CUT_OFF in worker.cordon_reasons
+        ]
         if not self._logged:
             self._logged = True
-            _log.warning("cluster_lease_lost held=%d: until the store is reached again", len(held))
+            _log.warning(
+                "cluster_lease_lost held=%d: until the store is reached again", len(cordoned)
+            )
 
     async def _read(self, lease_secs: float) -> None:
         while True:

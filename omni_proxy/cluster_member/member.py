@@ -112,7 +112,7 @@ class ClusterMember:
             handler,
         )
         self._cut_off = CutOffHold(
-            fleet, self._lease_left, lambda each: read_labels(each, {}),
+            fleet, self._lease_left, lambda workers: read_labels(workers, {}),
             lambda: self.table.on_loss == "alone",
         )  # fmt: skip
         self._save_journal = operations.journal.save_adopted
@@ -369,7 +369,7 @@ class ClusterMember:
             await self._save_journal()
         counts = load.own_message(trio.current_time(), whole=True)
         acknowledged = AckMessage(self.name, state.token, state.number)
-        return [encode(each) for each in (counts, acknowledged) if each is not None]
+        return [encode(message) for message in (counts, acknowledged) if message is not None]
 
     def _take_reply(self, payload: bytes) -> None:
         self._on_message(b"", payload)

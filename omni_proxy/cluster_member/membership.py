@@ -132,7 +132,7 @@ class Members:
     async def refresh(self, connection: RedisConnection) -> set[str]:
         """Read the member list; return the others with a valid lease. Raises StoreError."""
         own, cluster = self._names()
-        found, addresses = await connection.call(
+        nodes, addresses = await connection.call(
             ("SMEMBERS", f"{cluster}:nodes"), ("HGETALL", f"{cluster}:addresses")
         )
         for key, value in addresses.items() if isinstance(addresses, dict) else ():
@@ -141,7 +141,7 @@ class Members:
                 self._addresses[name] = address
         while len(self._addresses) > MAX_KNOWN:
             self._addresses.popitem(last=False)
-        others = sorted({name for key in found if (name := _text(key))} - {own})
+        others = sorted({name for key in nodes if (name := _text(key))} - {own})
         if not others:
             self._live = set()
             return self._live
@@ -239,8 +239,8 @@ class Members:
         elif replies[0]:
             self._outcomes[member] = "answered"
             self._silent_since.pop(member, None)
-            for each in replies[1]:
-                self._handler.take(each)
+            for message in replies[1]:
+                self._handler.take(message)
         else:
             await self._note_gone(member)
 
@@ -271,8 +271,8 @@ def _text(stored: bytes) -> str:
 
 
 def _is_address(text: str) -> bool:
-    found = _ADDRESS.match(text)
-    return found is not None and 0 < int(found[1]) < 1 << 16
+    match = _ADDRESS.match(text)
+    return match is not None and 0 < int(match[1]) < 1 << 16
 
 
 def signed(payload: bytes, key: bytes, before: bytes = b"") -> bytes:

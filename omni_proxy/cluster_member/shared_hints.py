@@ -71,10 +71,10 @@ class SharedHints:
             messages.append(PrefixesMessage(member, hashes))
         self._stamp()
         rows, self._outgoing = self._outgoing, []
-        messages += [SessionsMessage(member, each) for each in rows if each]
+        messages += [SessionsMessage(member, packed) for packed in rows if packed]
         if messages:
             channel = f"{self._table().name}:members"
-            await connection.call(*(("PUBLISH", channel, encode(each)) for each in messages))
+            await connection.call(*(("PUBLISH", channel, encode(message)) for message in messages))
 
     def take(self, message: PrefixesMessage | SessionsMessage | ForgottenMessage) -> None:
         match message:

@@ -207,8 +207,8 @@ class SharedWeights:
             self._acks.take(member, token, number)
 
     def take_resumed(self, urls: tuple[str, ...]) -> None:
-        found = [worker for url in urls if (worker := self._fleet.find(url)) is not None]
-        self._operations.clear_pauses(found)
+        workers = [worker for url in urls if (worker := self._fleet.find(url)) is not None]
+        self._operations.clear_pauses(workers)
 
     async def tick(self, connection: RedisConnection) -> None:
         """Publish changes of a running operation. Raises StoreError."""

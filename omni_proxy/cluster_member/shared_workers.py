@@ -74,9 +74,9 @@ class SharedWorkers:
         if not self._shares:
             return
         (stored,) = await connection.call(("HGETALL", self._changes_key))
-        found = stored if isinstance(stored, dict) else {}
+        changes = stored if isinstance(stored, dict) else {}
         urls = set()
-        for name, value in found.items():
+        for name, value in changes.items():
             revision, change = split_stored(value)
             url = name.decode(errors="replace")
             urls.add(url)

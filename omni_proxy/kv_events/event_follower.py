@@ -106,8 +106,8 @@ def vllm_sources(body: object, host: str) -> tuple[EventSource, ...]:
         return ()
     ranks = [body.get(str(rank)) for rank in range(min(len(body), MAX_RANKS))]
     sources = [_reported(entry, host) for entry in ranks if isinstance(entry, dict)]
-    found = [source for source in sources if source is not None]
-    return tuple(found) if len(found) == len(body) else ()
+    valid = [source for source in sources if source is not None]
+    return tuple(valid) if len(valid) == len(body) else ()
 
 
 def sglang_sources(body: object, host: str) -> tuple[EventSource, ...]:
@@ -117,8 +117,8 @@ def sglang_sources(body: object, host: str) -> tuple[EventSource, ...]:
         return ()
     listed = events.get("publishers")
     if isinstance(listed, list) and listed:
-        found = [_reported(entry, host) for entry in listed if isinstance(entry, dict)]
-        return tuple(source for source in found if source is not None)
+        sources = [_reported(entry, host) for entry in listed if isinstance(entry, dict)]
+        return tuple(source for source in sources if source is not None)
     name, port = events.get("endpoint_host"), events.get("endpoint_port_base")
     ranks = events.get("dp_size", 1)
     if not isinstance(name, str) or type(port) is not int or type(ranks) is not int:
@@ -273,9 +273,9 @@ class EventFollower:
                 nursery.start_soon(self._follow_fleet, nursery)
                 await self._receive(channel)
                 raise SubscriberFailed("the subscriber process ended")
-        except* SubscriberFailed as failed:
+        except* SubscriberFailed as errors:
             self._show_all("degraded", "the subscriber process ended")
-            raise failed.exceptions[0] from None
+            raise errors.exceptions[0] from None
         finally:
             self._channel = None
             channel.close()
@@ -398,7 +398,7 @@ class EventFollower:
         if len(followed) < len(targets):
             _set_mode(worker, "inferred", self._not_followed_reason(worker, len(targets)))
             return
-        worst = max(followed, key=lambda each: _MODES.index(each.mode))
+        worst = max(followed, key=lambda subscription: _MODES.index(subscription.mode))
         rank = f"rank {targets.index(worst.target)}: " if worker.dp_ranks else ""
         _set_mode(worker, worst.mode, rank + worst.reason)
 

@@ -245,9 +245,9 @@ class Subscription:
     def _close_socket(self) -> None:
         if self._socket is None:
             return
-        for each in (self._socket, self._monitor):
-            if each is not None:
-                self._forget(each)
+        for zmq_socket in (self._socket, self._monitor):
+            if zmq_socket is not None:
+                self._forget(zmq_socket)
         self._socket.disable_monitor()
         self._socket.close(0)
         self._socket = self._monitor = None
@@ -355,8 +355,8 @@ class SubscriberProcess:
         total = sum(len(state.blocks) for state in states)
         while total > self._max_blocks:
             largest = max(states, key=lambda state: len(state.blocks))
-            held = len(largest.blocks)
-            count = min(held, max(total - self._max_blocks, held // DROPPED_SHARE))
+            block_count = len(largest.blocks)
+            count = min(block_count, max(total - self._max_blocks, block_count // DROPPED_SHARE))
             largest.drop_oldest(count)
             total -= count
 

@@ -126,8 +126,8 @@ class UpgradeService:
         try:
             pid = await self.outgoing.upgrade(request.binary, report)
             last = UpgradeReport("the new program serves", DONE, pid)
-        except UpgradeFailed as failure:
-            last = UpgradeReport(str(failure), FAILED)
+        except UpgradeFailed as error:
+            last = UpgradeReport(str(error), FAILED)
         with suppress(trio.WouldBlock, trio.BrokenResourceError):
             reports.send_nowait(last)
         reports.close()

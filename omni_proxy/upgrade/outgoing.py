@@ -109,9 +109,9 @@ class Outgoing:
             waits = self._busy()
             why = f": an operation on weights is still running: {waits}" if waits else ""
             raise UpgradeFailed(f"the new program was not ready within {timeout_secs:g} s{why}")
-        except UpgradeFailed as failure:
-            self.last_error = str(failure)
-            _log.error("upgrade_failed error=%s", str(failure))
+        except UpgradeFailed as error:
+            self.last_error = str(error)
+            _log.error("upgrade_failed error=%s", str(error))
             raise
         finally:
             self.running = False
@@ -197,7 +197,7 @@ class Outgoing:
             ready, _ = await new.receive(ReadyMessage)
             report(f"process {ready.pid} accepts connections")
             with trio.CancelScope(shield=True):
-                await self._commit(new, ready, [each.pid for each in state.replicas])
+                await self._commit(new, ready, [replica.pid for replica in state.replicas])
                 keep_frozen()
             report("this program ends when its last request has ended")
             return ready.pid
@@ -215,12 +215,12 @@ class Outgoing:
         operation = self._parts.weight_operations.queue.current
         if operation is not None:
             return operation.route.path
-        held = [
+        changing = [
             worker.url
             for worker in self._parts.fleet.workers
             if worker.cordon_reasons & CHANGING_CORDONS
         ]
-        return f"{held[0]} is being updated" if held else self._busy_for_long()
+        return f"{changing[0]} is being updated" if changing else self._busy_for_long()
 
     def _busy_for_long(self) -> str:
         operations = self._parts.weight_operations
@@ -260,7 +260,7 @@ class Outgoing:
             saved=render_state(parts.config_store.state),
             launch=tuple(msgspec.to_builtins(entry) for entry in launch),
             workers=worker_records(parts.fleet),
-            replicas=tuple(each.record for each in replicas),
+            replicas=tuple(replica.record for replica in replicas),
             sessions=sessions.pop("regular", ()),
             pool_sessions=sessions,
             callers=self._caller_records(),
@@ -339,13 +339,13 @@ class Outgoing:
         Raises UpgradeFailed.
         """
         try:
-            found = self._parts.launcher.hand_over()
+            replicas = self._parts.launcher.hand_over()
         except OSError as error:
             raise UpgradeFailed(f"launched replicas: {error.strerror}") from None
-        for each in found:
-            if each.record.pid not in pids:
-                each.close()
-        return [each for each in found if each.record.pid in pids]
+        for replica in replicas:
+            if replica.record.pid not in pids:
+                replica.close()
+        return [replica for replica in replicas if replica.record.pid in pids]
 
     def _resume_services(
         self,

@@ -183,7 +183,9 @@ def _record(worker: Worker) -> WorkerRecord:
 
 def missing_workers(fleet: Fleet, records: Iterable[WorkerRecord]) -> list[str]:
     """URLs of routable workers that are not in the fleet."""
-    return [each.url for each in records if not each.cordons and fleet.find(each.url) is None]
+    return [
+        record.url for record in records if not record.cordons and fleet.find(record.url) is None
+    ]
 
 
 def restore_workers(fleet: Fleet, records: Iterable[WorkerRecord]) -> int:

@@ -173,10 +173,10 @@ def _make_group(rendezvous: Rendezvous, store: Store, timeout_secs: float) -> Ba
     from torch._C._distributed_c10d import PrefixStore
 
     name = rendezvous.group_name
-    named = PrefixStore(f"{name}/", PrefixStore(name, store))
+    group_store = PrefixStore(f"{name}/", PrefixStore(name, store))
     if rendezvous.backend == GLOO:
-        return GlooBackend(rendezvous, PrefixStore("cpu/", named), timeout_secs)
-    return NcclBackend(rendezvous, PrefixStore("cuda/", named))
+        return GlooBackend(rendezvous, PrefixStore("cpu/", group_store), timeout_secs)
+    return NcclBackend(rendezvous, PrefixStore("cuda/", group_store))
 
 
 def _make_stateless_group(
@@ -192,8 +192,8 @@ def _make_stateless_group(
     prefix = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     deadline, pause = time.monotonic() + min(timeout_secs, GLOO_KEY_SECS), threading.Event()
     while not store.check([f"{prefix}{GLOO_KEY}"]) and time.monotonic() < deadline:
-        if (found := _other_prefix(store)) is not None:
-            prefix = found
+        if (other_prefix := _other_prefix(store)) is not None:
+            prefix = other_prefix
             break
         if store.check([NCCL_ID_KEY]):
             raise GroupError(

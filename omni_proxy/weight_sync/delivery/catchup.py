@@ -174,7 +174,7 @@ class CatchUp:
 
     async def _has_other_digest(self, worker: Worker, expected: TargetVersion) -> bool:
         """Whether the digest differs from the expected one; False if the label is a proof."""
-        if expected.named or not expected.digest:
+        if expected.is_new_label or not expected.digest:
             return False
         digest = await read_digest(worker, self._settings)
         return digest is not None and bool(digest.whole) and digest.whole != expected.digest

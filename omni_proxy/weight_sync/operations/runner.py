@@ -186,7 +186,7 @@ class OperationRunner:
         comparable = all(before) or label in requested
         target = TargetVersion(
             label=label,
-            named=label is not None and comparable and label not in before,
+            is_new_label=label is not None and comparable and label not in before,
             digest=verdict.whole if self._route.whole and not verdict.mismatched else "",
             models=tuple({worker.model for worker in labels}),
         )

@@ -22,21 +22,21 @@ Epoch = Annotated[int, Meta(ge=0, le=2**62)]  # far below the first number that 
 class TargetVersion(Struct, frozen=True, kw_only=True):
     """A version that a worker should have.
 
-    `named`: no worker had this label before, so the label proves the weights. `digest`: over whole
+    `is_new_label`: no worker had it before, so the label proves the weights. `digest`: over whole
     tensors, "" if none was agreed on. `waived`: an operator confirmed the worker's weights, so they
     are not checked. `path`: the path that a rollout loaded them from, or "".
     """
 
     label: str | None
     epoch: Epoch = 0
-    named: bool = False
+    is_new_label: bool = field(default=False, name="named")
     digest: str = ""
     models: tuple[str | None, ...] = ()
     waived: bool = False
     path: str = ""
 
     def is_proven_by(self, label: str | None) -> bool:
-        return self.named and label is not None and label == self.label
+        return self.is_new_label and label is not None and label == self.label
 
     def is_missed_by(self, label: str | None) -> bool:
         comparable = label is not None and self.label is not None
@@ -44,7 +44,7 @@ class TargetVersion(Struct, frozen=True, kw_only=True):
 
     def needs_digest(self, label: str | None) -> bool:
         """Whether only the digest can prove the weights."""
-        same = label == self.label and not self.named
+        same = label == self.label and not self.is_new_label
         return bool(self.digest) and same and not self.waived
 
 

@@ -403,12 +403,12 @@ def recover(state: RolloutState) -> RolloutState:
     return _transition(state, urls, working, WorkerPhase.UNCERTAIN, reason)
 
 
-def finish(state: RolloutState, end: Finish, at: str) -> RolloutState:
+def finish(state: RolloutState, end: Finish, ended_at: str) -> RolloutState:
     if state.busy:
         raise InvalidStep("the rollout is still updating workers")
     if state.ended:
         raise InvalidStep(f"the rollout is {state.phase} already")
-    return replace(state, phase=end.phase, cause=end.cause, ended_at=at)
+    return replace(state, phase=end.phase, cause=end.cause, ended_at=ended_at)
 
 
 def _require(state: RolloutState, *phases: RolloutPhase) -> None:

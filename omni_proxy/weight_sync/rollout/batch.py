@@ -262,7 +262,7 @@ class BatchChange:
         labels = [former.label for former in formers if former is not None]
         return TargetVersion(
             label=state.label,
-            named=complete and state.label not in labels,
+            is_new_label=complete and state.label not in labels,
             digest=digest.whole if digest is not None else "",
             models=(state.model,),
             path=state.path,

@@ -266,4 +266,4 @@ def spread_roles(workers: Sequence[Worker]) -> list[Worker]:
     for worker in workers:
         shares.append(((places[worker.role] + 0.5) / counts[worker.role], worker))
         places[worker.role] += 1
-    return [worker for _, worker in sorted(shares, key=lambda each: each[0])]
+    return [worker for _, worker in sorted(shares, key=lambda share: share[0])]

@@ -427,7 +427,7 @@ class RoundCommit:
         comparable = all(before) or label in self._labels
         target = TargetVersion(
             label=label,
-            named=label is not None and comparable and label not in before,
+            is_new_label=label is not None and comparable and label not in before,
             digest=proof.verdict.whole if not proof.wrong else "",
             models=tuple({worker.model for worker in proof.agreed}),
         )

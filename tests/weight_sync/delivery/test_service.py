@@ -207,7 +207,9 @@ async def test_a_worker_whose_target_is_not_in_the_store_is_checked_by_label(run
     async with running.api.config_store.operation_lock:
         running.api.healthy(B)
         await running.until(lambda: running.engines.paths(B).count(CHECKER) > 1)
-        target = TargetVersion(label="elsewhere", named=True, models=(running.api.worker(B).model,))
+        target = TargetVersion(
+            label="elsewhere", is_new_label=True, models=(running.api.worker(B).model,)
+        )
         await running.operations.journal.publish(target, None)
     await running.until(lambda: running.cordon_reasons()[1] == ["uncertain"])
     assert "missed the update to 'elsewhere'" in running.operations.journal.uncertain[B]

@@ -11,7 +11,14 @@ A, B = "http://a", "http://b"
 
 
 def target(label="v2", **fields):
-    return TargetVersion(label=label, **{"named": True, "models": ("m",), **fields})
+    return TargetVersion(label=label, **{"is_new_label": True, "models": ("m",), **fields})
+
+
+def test_a_version_that_an_older_release_wrote_can_be_read():
+    raw = b'{"epoch":4,"label":"v2","due":{"http://a":{"label":"v2","epoch":4,"named":true}}}'
+    published = msgspec.json.decode(raw, type=PublishedVersion)
+    assert published.target_for(A, "m").is_new_label
+    assert msgspec.to_builtins(published)["due"][A]["named"]
 
 
 def test_an_update_of_all_workers_is_the_target_of_its_models():
@@ -36,10 +43,16 @@ def test_an_update_of_some_workers_replaces_their_target():
         (target(), None, False, False, False),
         (target(None), "v1", False, False, False),
         (target(waived=True), "v1", False, False, False),
-        (target("default", named=False), "default", False, False, False),
-        (target("default", named=False, digest="d"), "default", False, False, True),
-        (target("default", named=False, digest="d", waived=True), "default", False, False, False),
-        (target(None, named=False, digest="d"), None, False, False, True),
+        (target("default", is_new_label=False), "default", False, False, False),
+        (target("default", is_new_label=False, digest="d"), "default", False, False, True),
+        (
+            target("default", is_new_label=False, digest="d", waived=True),
+            "default",
+            False,
+            False,
+            False,
+        ),
+        (target(None, is_new_label=False, digest="d"), None, False, False, True),
     ],
 )
 def test_a_label_proves_or_disproves_a_target(row, label, proven, missed, needs_digest):
