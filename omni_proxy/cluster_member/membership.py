@@ -190,7 +190,7 @@ class Members:
         try:
             listeners = await trio.open_tcp_listeners(0, host=host)
         except OSError as error:
-            _log.warning("cluster_calls_off host=%s error=%s", host, str(error))
+            _log.warning("cluster_calls_disabled host=%s error=%s", host, str(error))
             task_status.started()
             return
         port = listeners[0].socket.getsockname()[1]
@@ -242,7 +242,7 @@ class Members:
             for message in replies[1]:
                 self._handler.take(message)
         else:
-            await self._note_gone(member)
+            await self._remove(member)
 
     async def _note_silent(self, member: str) -> None:
         now = trio.current_time()
@@ -250,11 +250,11 @@ class Members:
             _log.warning("cluster_member_silent member=%s", member)
         self._outcomes[member] = "silent"
         if now - self._silent_since.setdefault(member, now) > FORGET_SECS:
-            await self._note_gone(member)
+            await self._remove(member)
 
-    async def _note_gone(self, member: str) -> None:
-        """Remove a member: nothing, or another member, listens at its address."""
-        _log.info("cluster_member_gone member=%s", member)
+    async def _remove(self, member: str) -> None:
+        """Remove a member: it is silent for too long, or not what listens at its address."""
+        _log.info("cluster_member_removed member=%s", member)
         self.forget(member)
         if self._connection is not None:
             with suppress(StoreError):

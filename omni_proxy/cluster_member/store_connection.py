@@ -116,7 +116,7 @@ class RedisConnection:
         self._reader = hiredis.Reader(protocolError=StoreError, replyError=StoreRefused)
         self._batches: deque[_Batch] = deque()  # in the order of sending
         self._sending = trio.Lock()
-        self._is_torn = False  # a batch was sent in part
+        self._partial_write = False  # a batch was sent in part
         self.local_host = ""
 
     async def call(self, *commands: Command) -> list[Any]:
@@ -138,16 +138,16 @@ class RedisConnection:
         """Send commands without waiting for the replies. Raises StoreError."""
         packed = b"".join(bytes(hiredis.pack_command(command)) for command in commands)  # type: ignore[arg-type]
         async with self._sending:
-            if self._is_torn:
+            if self._partial_write:
                 raise StoreError("the connection broke")
             batch = _Batch(len(commands))
             self._batches.append(batch)
-            self._is_torn = True
+            self._partial_write = True
             try:
                 await self._stream.send_all(packed)
             except (trio.BrokenResourceError, trio.ClosedResourceError, OSError) as error:
                 raise StoreError(f"the connection broke: {_cause(error)}") from None
-            self._is_torn = False
+            self._partial_write = False
         return batch
 
     async def receive(self) -> None:

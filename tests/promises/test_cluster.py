@@ -52,7 +52,7 @@ async def test_a_proxy_counts_requests_of_the_others_until_they_die(tmp_path):
         first.process.kill()
         await first.process.wait()
         await second.until("/status", lambda reply: members(reply) == 1)
-        assert "cluster_peer_gone peer=p0/" in second.log
+        assert "cluster_peer_lease_expired peer=p0/" in second.log
 
 
 async def test_requests_of_a_killed_proxy_count_until_its_lease_ends(tmp_path):

@@ -93,7 +93,7 @@ class FleetView:
                 joined.append(await self.describe(worker))
             except CannotUpdate as error:
                 self._rejected[worker.url] = worker.health.epoch
-                _log.warning("rollout_left_out worker=%s reason=%s", worker.url, str(error))
+                _log.warning("rollout_worker_skipped worker=%s reason=%s", worker.url, str(error))
         return joined
 
     async def describe(self, worker: Worker) -> RolloutWorker:
