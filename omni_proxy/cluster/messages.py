@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from omni_proxy.cluster.proxy_figures import ProxyFigures
-from omni_proxy.shared.decoding import MALFORMED
+from omni_proxy.shared.decoding import decode_or_none
 
 # A number that the store or a member increases by one. Higher ones are invalid: the store can't
 # increase them, and every later one would be taken for an older one.
@@ -61,13 +61,13 @@ class WeightsMessage(Struct, frozen=True, array_like=True, tag="weights"):
 
 
 class AckMessage(Struct, frozen=True, array_like=True, tag="ack"):
-    """The member has applied the state with this token and number.
+    """The member has applied the state with this fencing token and number.
 
     It has published its in-flight counts before.
     """
 
     member: str
-    token: Ordinal
+    fencing_token: Ordinal
     number: Ordinal
 
 
@@ -149,10 +149,7 @@ def encode(message: Message) -> bytes:
 
 def decode(payload: bytes) -> Message | None:
     """Decode a message; None if this release can't."""
-    try:
-        return _decoder.decode(payload)
-    except MALFORMED:
-        return None
+    return decode_or_none(_decoder, payload)
 
 
 @lru_cache(maxsize=MAX_TARGETS)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-# KEYS: lease, token. ARGV: member, milliseconds. Returns the new holder's token, or 0 and the
-# value of the present lease.
+# KEYS: lease, fencing token. ARGV: member, milliseconds. Returns the new holder's fencing token, or
+# 0 and the value of the present lease.
 ACQUIRE: Final = """
 local held = redis.call('GET', KEYS[1])
 if held then return {0, held} end
@@ -34,8 +34,9 @@ RENEW: Final = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 """
-# KEYS: token, state. ARGV: token and number of the state, the state. For a store that has lost its
-# data. Tokens above `messages.Ordinal` are invalid. Returns 1 if the state was written.
+# KEYS: fencing token, state. ARGV: fencing token and number of the state, the state. For a store
+# that has lost its data. Tokens above `messages.Ordinal` are invalid. Returns 1 if the state was
+# written.
 RESTORE: Final = """
 local stored = redis.call('GET', KEYS[2])
 local token, number = tonumber(ARGV[1]), tonumber(ARGV[2])
@@ -79,14 +80,14 @@ return 1
 
 
 class Acknowledgements:
-    """The highest number that each member has acknowledged, under one token."""
+    """The highest number that each member has acknowledged, under one fencing token."""
 
-    def __init__(self, token: int) -> None:
-        self.token = token
+    def __init__(self, fencing_token: int) -> None:
+        self.fencing_token = fencing_token
         self._numbers: dict[str, int] = {}
 
-    def take(self, member: str, token: int, number: int) -> None:
-        if token == self.token:
+    def take(self, member: str, fencing_token: int, number: int) -> None:
+        if fencing_token == self.fencing_token:
             self._numbers[member] = max(number, self._numbers.get(member, 0))
 
     def missing(self, members: Iterable[str], number: int) -> list[str]:
@@ -94,11 +95,11 @@ class Acknowledgements:
         return sorted(name for name in members if self._numbers.get(name, 0) < number)
 
 
-def token_of(value: bytes | None) -> int:
+def fencing_token_of(value: bytes | None) -> int:
     """The token in a lease's value; 0 for None, and for a value that no proxy has written."""
     digits = (value or b"").partition(b":")[0]
-    token = int(digits) if digits.isdigit() and len(digits) < 20 else 0
-    return token if token <= 2**62 else 0
+    fencing_token = int(digits) if digits.isdigit() and len(digits) < 20 else 0
+    return fencing_token if fencing_token <= 2**62 else 0
 
 
 class MemberLease:

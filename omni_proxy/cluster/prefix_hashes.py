@@ -88,11 +88,11 @@ class PrefixNotes:
         self._count = 0
         self._pending: dict[int, list[int]] = {}
 
-    def note(self, hashes: Sequence[int], target: int, now: float) -> None:
+    def note(self, hashes: Sequence[int], target_key: int, now: float) -> None:
         """Note that the target gets a prompt with these beginnings."""
-        published = self._published.get(target)
+        published = self._published.get(target_key)
         if published is None:
-            published = self._published[target] = {}
+            published = self._published[target_key] = {}
         due, new = now - REPEAT_SECS, []
         for prefix_hash in reversed(hashes):
             published_at = published.get(prefix_hash)
@@ -104,33 +104,33 @@ class PrefixNotes:
             published[prefix_hash] = now
             new.append(prefix_hash)
         if new:
-            self._add(target, new)
+            self._add(target_key, new)
 
     def add(self, packed: dict[int, bytes], now: float) -> None:
         """Add hashes that another process of this proxy has noted."""
-        for target, hashes in packed.items():
-            published = self._published.setdefault(target, {})
+        for target_key, hashes in packed.items():
+            published = self._published.setdefault(target_key, {})
             new = list(unpack_hashes(hashes))
             before = len(published)
             published.update(dict.fromkeys(new, now))
             self._count -= len(new) - (len(published) - before)
-            self._add(target, new)
+            self._add(target_key, new)
 
-    def forget(self, target: int) -> None:
+    def forget(self, target_key: int) -> None:
         """The target's cache is empty: its later prompts are published again."""
-        self._count -= len(self._published.pop(target, ()))
-        self.pending -= len(self._pending.pop(target, ()))
+        self._count -= len(self._published.pop(target_key, ()))
+        self.pending -= len(self._pending.pop(target_key, ()))
 
     def take(self, limit: int) -> dict[int, bytes]:
         """Remove and return up to `limit` pending hashes, packed, by target."""
         taken: dict[int, bytes] = {}
         while limit > 0 and self._pending:
-            target = next(iter(self._pending))
-            hashes = self._pending.pop(target)
+            target_key = next(iter(self._pending))
+            hashes = self._pending.pop(target_key)
             if len(hashes) > limit:
-                self._pending[target] = hashes[limit:]
+                self._pending[target_key] = hashes[limit:]
                 del hashes[limit:]
-            taken[target] = pack_hashes(hashes)
+            taken[target_key] = pack_hashes(hashes)
             self.pending -= len(hashes)
             limit -= len(hashes)
         return taken
@@ -138,18 +138,18 @@ class PrefixNotes:
     def repeat(self) -> None:
         """Publish the newest hashes of each target again, for a proxy that joined."""
         share = REPEATED // max(1, len(self._published))
-        for target, published in self._published.items():
+        for target_key, published in self._published.items():
             again = list(islice(reversed(published), share))
-            self._pending.setdefault(target, []).extend(again)
+            self._pending.setdefault(target_key, []).extend(again)
             self.pending += len(again)
 
-    def _add(self, target: int, new: list[int]) -> None:
+    def _add(self, target_key: int, new: list[int]) -> None:
         """Add hashes, which are in the published table already, to the pending ones."""
         self._count += len(new)
         self.pending += len(new)
-        self._pending.setdefault(target, []).extend(new)
+        self._pending.setdefault(target_key, []).extend(new)
         if self._count > MAX_PUBLISHED:
-            largest = max(self._published, key=lambda target: len(self._published[target]))
+            largest = max(self._published, key=lambda target_key: len(self._published[target_key]))
             oldest = self._published[largest]
             for prefix_hash in list(islice(oldest, FORGOTTEN)):
                 del oldest[prefix_hash]
@@ -159,12 +159,12 @@ class PrefixNotes:
 
     def _drop(self, count: int) -> None:
         """Drop pending hashes; they are noted again when they are used again."""
-        for target in list(self._pending):
-            dropped = self._pending[target][:count]
-            del self._pending[target][: len(dropped)]
-            if not self._pending[target]:
-                del self._pending[target]
-            published = self._published.get(target, {})
+        for target_key in list(self._pending):
+            dropped = self._pending[target_key][:count]
+            del self._pending[target_key][: len(dropped)]
+            if not self._pending[target_key]:
+                del self._pending[target_key]
+            published = self._published.get(target_key, {})
             for prefix_hash in dropped:
                 self._count -= published.pop(prefix_hash, None) is not None
             self.pending -= len(dropped)
@@ -191,8 +191,8 @@ class PrefixHints:
 
     def add(self, packed: dict[int, bytes]) -> None:
         holders = self._holders
-        for target, hashes in packed.items():
-            number = self._numbers.get(target) or self._admit(target)
+        for target_key, hashes in packed.items():
+            number = self._numbers.get(target_key) or self._admit(target_key)
             for prefix_hash in unpack_hashes(hashes):
                 before = holders.pop(prefix_hash, ())
                 if number in before:
@@ -204,9 +204,9 @@ class PrefixHints:
                     ):
                         del holders[oldest]
 
-    def forget(self, target: int) -> None:
+    def forget(self, target_key: int) -> None:
         """Drop all hints of a target, whose cache is empty."""
-        number = self._numbers.pop(target, None)
+        number = self._numbers.pop(target_key, None)
         if number is not None:
             del self._targets[number]
 
@@ -226,14 +226,14 @@ class PrefixHints:
         for prefix_hash in reversed(hashes):
             if prefix_hash in holders:
                 for number in reversed(holders[prefix_hash]):
-                    target = targets.get(number)
-                    if target is not None and target not in depths:
-                        depths[target] = count
+                    target_key = targets.get(number)
+                    if target_key is not None and target_key not in depths:
+                        depths[target_key] = count
             count -= 1
         return depths
 
-    def _admit(self, target: int) -> int:
+    def _admit(self, target_key: int) -> int:
         self._last += 1
-        self._numbers[target] = self._last
-        self._targets[self._last] = target
+        self._numbers[target_key] = self._last
+        self._targets[self._last] = target_key
         return self._last

@@ -35,9 +35,9 @@ class SessionNotes:
         self.dropped = 0  # sessions dropped because too many were pending
         self._pending: OrderedDict[bytes, int] = OrderedDict()
 
-    def note(self, digest: bytes, target: int) -> None:
+    def note(self, digest: bytes, target_key: int) -> None:
         """Note that a session is at this target from now on, or FINISHED."""
-        self._pending[digest] = target
+        self._pending[digest] = target_key
         if len(self._pending) > MAX_PENDING:
             self._pending.popitem(last=False)
             self.dropped += 1
@@ -53,11 +53,11 @@ class SessionNotes:
 
 class SessionPlace(NamedTuple):
     stamp: int
-    target: int
+    target_key: int
 
 
 class PlacedSessions:
-    """Known placements. `most`: size of the table; placements of unknown sessions are accepted."""
+    """Known placements, at most `max_entries`; placements of unknown sessions are accepted."""
 
     def __init__(self, max_entries: int = MAX_PLACED) -> None:
         self._max_entries = max_entries
@@ -67,35 +67,35 @@ class PlacedSessions:
         return len(self._known)
 
     def place(self, sessions: Mapping[bytes, int], stamp: int) -> dict[int, bytes]:
-        """Record sessions that this proxy placed; return the rows to publish, by target."""
+        """Record sessions that this proxy placed; return the rows to publish, by target key."""
         return _packed(
-            (digest, self._set(digest, self._stamped(digest, target, stamp)))
-            for digest, target in sessions.items()
+            (digest, self._set(digest, self._stamped(digest, target_key, stamp)))
+            for digest, target_key in sessions.items()
         )
 
     def receive(self, rows: Mapping[int, bytes]) -> dict[bytes, int]:
-        """Record placements of other proxies; return those that win, as target by session."""
-        found = {}
-        for target, packed in rows.items():
+        """Record placements of other proxies; return those that win, as target key by session."""
+        winners = {}
+        for target_key, packed in rows.items():
             for digest, stamp in _unpacked(packed):
-                before, place = self._known.get(digest), SessionPlace(stamp, target)
+                before, place = self._known.get(digest), SessionPlace(stamp, target_key)
                 if before is None or place >= before:
                     self._set(digest, place)
-                    found[digest] = target
-        return found
+                    winners[digest] = target_key
+        return winners
 
     def newest(self) -> dict[int, bytes]:
         """The newest rows, for a proxy that joined."""
         rows = list(self._known.items())[-REPEATED:]
-        return _packed(row for row in rows if row[1].target != FINISHED)
+        return _packed(row for row in rows if row[1].target_key != FINISHED)
 
-    def _stamped(self, digest: bytes, target: int, stamp: int) -> SessionPlace:
+    def _stamped(self, digest: bytes, target_key: int, stamp: int) -> SessionPlace:
         known = self._known.get(digest)
         if known is None:
-            return SessionPlace(stamp, target)
-        if known.target == target:  # unchanged: keep its stamp
+            return SessionPlace(stamp, target_key)
+        if known.target_key == target_key:  # unchanged: keep its stamp
             return known
-        return SessionPlace(max(stamp, known.stamp + 1), target)
+        return SessionPlace(max(stamp, known.stamp + 1), target_key)
 
     def _set(self, digest: bytes, placement: SessionPlace) -> SessionPlace:
         self._known[digest] = placement
@@ -107,13 +107,15 @@ class PlacedSessions:
 
 def _packed(rows: Iterable[tuple[bytes, SessionPlace]]) -> dict[int, bytes]:
     packed: dict[int, bytearray] = {}
-    for digest, (stamp, target) in rows:
-        packed.setdefault(target, bytearray()).extend(digest + stamp.to_bytes(STAMP_BYTES, "big"))
-    return {target: bytes(each) for target, each in packed.items()}
+    for digest, (stamp, target_key) in rows:
+        packed.setdefault(target_key, bytearray()).extend(
+            digest + stamp.to_bytes(STAMP_BYTES, "big")
+        )
+    return {target_key: bytes(rows_of_target) for target_key, rows_of_target in packed.items()}
 
 
 def _unpacked(packed: bytes) -> Iterator[tuple[bytes, int]]:
     """An incomplete row at the end is ignored."""
-    for at in range(0, len(packed) - ROW_BYTES + 1, ROW_BYTES):
-        middle = at + DIGEST_BYTES
-        yield packed[at:middle], int.from_bytes(packed[middle : middle + STAMP_BYTES], "big")
+    for offset in range(0, len(packed) - ROW_BYTES + 1, ROW_BYTES):
+        middle = offset + DIGEST_BYTES
+        yield packed[offset:middle], int.from_bytes(packed[middle : middle + STAMP_BYTES], "big")

@@ -368,7 +368,7 @@ class ClusterMember:
             self._cut_off.note_versions()
             await self._save_journal()
         counts = load.own_message(trio.current_time(), whole=True)
-        acknowledged = AckMessage(self.name, state.token, state.number)
+        acknowledged = AckMessage(self.name, state.fencing_token, state.number)
         return [encode(message) for message in (counts, acknowledged) if message is not None]
 
     def _take_reply(self, payload: bytes) -> None:
@@ -384,9 +384,9 @@ class ClusterMember:
         while True:
             await trio.lowlevel.checkpoint()
             state = self._weights.followed.state
-            if state.token and state.holder != self.name:
+            if state.fencing_token and state.holder != self.name:
                 await self._fleet.await_replicated()
-                messages: list[Message] = [AckMessage(self.name, state.token, state.number)]
+                messages: list[Message] = [AckMessage(self.name, state.fencing_token, state.number)]
                 counts = load.own_message(trio.current_time(), whole=True)
                 if counts is not None:
                     messages.insert(0, counts)
@@ -430,7 +430,7 @@ class ClusterMember:
                 if state is not None and self._weights.take(state):
                     self._applied.set()
             case AckMessage():
-                self._weights.take_ack(message.member, message.token, message.number)
+                self._weights.take_ack(message.member, message.fencing_token, message.number)
             case ResumedMessage():
                 self._weights.take_resumed(message.urls)
 

@@ -26,7 +26,7 @@ from omni_proxy.cluster.operation_lease import (
     WRITE,
     Acknowledgements,
     MemberLease,
-    token_of,
+    fencing_token_of,
 )
 from omni_proxy.cluster_member.store_connection import Command, RedisConnection, StoreError
 from omni_proxy.cluster_member.weight_state import (
@@ -93,13 +93,13 @@ class SharedWeights:
         return self._acks is not None
 
     @property
-    def token(self) -> int:
-        return self._acks.token if self._acks is not None else 0
+    def fencing_token(self) -> int:
+        return self._acks.fencing_token if self._acks is not None else 0
 
     @property
     def in_use(self) -> bool:
         """Whether weights were ever changed, as far as this proxy has recorded."""
-        return self.followed.state.token > 0 or self._operations.journal.published.epoch > 0
+        return self.followed.state.fencing_token > 0 or self._operations.journal.published.epoch > 0
 
     def status(self) -> dict[str, object]:
         state = self.followed.state
@@ -107,7 +107,7 @@ class SharedWeights:
             "holder": (
                 self._member.name if self.is_holder else state.holder if state.busy else None
             ),
-            "token": max(self.token, state.token),
+            "token": max(self.fencing_token, state.fencing_token),
             "busy": self.is_holder or state.busy,
             "held_elsewhere": [w.url for w in self._fleet.workers if self.followed.is_held(w)],
         }
@@ -118,19 +118,19 @@ class SharedWeights:
             return
         deadline = trio.current_time() + self._member.lock_timeout_secs
         while True:
-            token, holder = await self._call_store(self._acquire_once)
-            if token:
+            fencing_token, holder = await self._call_store(self._acquire_once)
+            if fencing_token:
                 break
             if trio.current_time() >= deadline:
                 message = f"another proxy of the cluster has the lease on weights: {holder}"
                 error = HttpError(503, message, "update_in_progress")
                 raise error.with_headers(("retry-after", "1"))
             await trio.sleep(ACQUIRE_POLL_SECS)
-        self._acks, self._number = Acknowledgements(token), 0
+        self._acks, self._number = Acknowledgements(fencing_token), 0
         if self.followed.state.busy and self.followed.state.holder != self._member.name:
             self.followed.orphan(_lost(self.followed.state))
         self._lost_lease = ""
-        _log.info("cluster_weights_acquired token=%d", token)
+        _log.info("cluster_weights_acquired token=%d", fencing_token)
 
     async def hold(self) -> None:
         """Publish the current cordons, and wait until all members have applied them.
@@ -151,7 +151,7 @@ class SharedWeights:
     async def release(self) -> None:
         """Publish the result of an operation, and release the lease. Never raises."""
         if not self.is_holder:
-            self._mark_own_result_unverified()
+            self._mark_own_result_uncertain()
             return
         try:
             busy = self._keeps_lease
@@ -160,9 +160,9 @@ class SharedWeights:
             if missing:
                 _log.warning("cluster_weights_unacknowledged members=%s", ",".join(missing))
             if not busy:
-                await self._call_store(self._give_back)
+                await self._call_store(self._release_lease)
         except HttpError as error:
-            self._lose(error.message)
+            self._on_lease_lost(error.message)
 
     def heartbeat(self) -> list[Command]:
         """Commands that renew the lease and read its holder; for `take_heartbeat`."""
@@ -174,10 +174,10 @@ class SharedWeights:
     def take_heartbeat(self, replies: list[Any]) -> None:
         value = replies[0]
         if self.is_holder and len(replies) > 1 and not replies[1]:
-            self._lose("it has ended in the store")
+            self._on_lease_lost("it has ended in the store")
         state = self.followed.state
-        token = token_of(value)
-        if state.busy and token != state.token and not self.is_holder:
+        fencing_token = fencing_token_of(value)
+        if state.busy and fencing_token != state.fencing_token and not self.is_holder:
             if state.holder != self._member.name:
                 self.followed.orphan(_lost(state))
             self.followed.note(replace(state, busy=False))
@@ -189,10 +189,10 @@ class SharedWeights:
         known = self.followed.state
         if state is not None and state.order > known.order:
             self.take(state)
-        elif known.token and (state is None or state.order < known.order):
+        elif known.fencing_token and (state is None or state.order < known.order):
             # The store was restarted and has lost its data.
             keys = ("EVAL", RESTORE, 2, self._token_key, self._state_key)
-            await connection.call((*keys, known.token, known.number, encode_state(known)))
+            await connection.call((*keys, known.fencing_token, known.number, encode_state(known)))
 
     def take(self, state: WeightState) -> bool:
         """Apply a state. Returns whether it was applied, and has to be acknowledged."""
@@ -202,9 +202,9 @@ class SharedWeights:
             self._lost_lease = ""  # the state of another proxy replaces ours
         return True
 
-    def take_ack(self, member: str, token: int, number: int) -> None:
+    def take_ack(self, member: str, fencing_token: int, number: int) -> None:
         if self._acks is not None:
-            self._acks.take(member, token, number)
+            self._acks.take(member, fencing_token, number)
 
     def take_resumed(self, urls: tuple[str, ...]) -> None:
         workers = [worker for url in urls if (worker := self._fleet.find(url)) is not None]
@@ -229,7 +229,7 @@ class SharedWeights:
         if state != self._published:
             await self._write(connection, busy=busy)
         if not busy and self.is_holder:
-            await self._give_back(connection)
+            await self._release_lease(connection)
 
     def disconnect(self) -> None:
         """Drop the lease locally, when [cluster] has changed or the program ends."""
@@ -238,20 +238,24 @@ class SharedWeights:
     async def _publish_late(self, connection: RedisConnection) -> None:
         """Publish the result of an operation that lost its lease, if no other proxy acquired it."""
         await connection.call(("EVAL", RELEASE, 1, self._lease_key, self._lost_lease))
-        token, _ = await self._acquire_once(connection)
-        if token:
-            self._acks, self._number = Acknowledgements(token), 0
+        fencing_token, _ = await self._acquire_once(connection)
+        if fencing_token:
+            self._acks, self._number = Acknowledgements(fencing_token), 0
             if self._lost_lease:
                 await self._write(connection, busy=False)
             self._lost_lease = ""
-            await self._give_back(connection)
+            await self._release_lease(connection)
 
-    def _mark_own_result_unverified(self) -> None:
+    def _mark_own_result_uncertain(self) -> None:
         """Mark the operation's targets uncertain if another proxy acquired the lease during it:
         both may have changed the same workers."""
         operation, state = self._operations.queue.current, self.followed.state
-        lost_token = int(self._lost_lease.partition(":")[0] or 0)
-        if operation is not None and lost_token and state.token > lost_token:
+        lost_fencing_token = int(self._lost_lease.partition(":")[0] or 0)
+        if (
+            operation is not None
+            and lost_fencing_token
+            and state.fencing_token > lost_fencing_token
+        ):
             self._lost_lease = ""
             reason = "the lease on weights of the cluster was lost during the update"
             self._operations.journal.mark_uncertain(dict.fromkeys(operation.targets, reason))
@@ -283,7 +287,10 @@ class SharedWeights:
         raise refusal.with_headers(("retry-after", "1"))
 
     async def _acquire_once(self, connection: RedisConnection) -> tuple[int, str]:
-        """Try to acquire; return the token, or 0 and the holder. Also applies the stored state."""
+        """Try to acquire; return the fencing token, or 0 and the holder.
+
+        Also applies the stored state.
+        """
         command = ("EVAL", ACQUIRE, 2, self._lease_key, self._token_key)
         reply, payload = await connection.call(
             (*command, self._member.name, self._lease_ms), ("GET", self._state_key)
@@ -297,7 +304,7 @@ class SharedWeights:
         """Publish the current state; return its number. Raises StoreError."""
         state = collect(self._fleet, self._operations.journal, holder=self._member.name, busy=busy)
         self._number += 1
-        numbered = replace(state, token=self.token, number=self._number)
+        numbered = replace(state, fencing_token=self.fencing_token, number=self._number)
         payload = encode_state(numbered)
         message = encode(WeightsMessage(self._member.name, payload))
         (written,) = await connection.call(
@@ -310,7 +317,7 @@ class SharedWeights:
         self.followed.note(numbered)
         return numbered.number
 
-    async def _give_back(self, connection: RedisConnection) -> None:
+    async def _release_lease(self, connection: RedisConnection) -> None:
         value, self._acks = self._lease_value, None
         await connection.call(("EVAL", RELEASE, 1, self._lease_key, value))
 
@@ -325,9 +332,9 @@ class SharedWeights:
                 return missing
             await trio.sleep(POLL_SECS)
 
-    def _lose(self, reason: str) -> None:
+    def _on_lease_lost(self, reason: str) -> None:
         if self.is_holder:
-            _log.error("cluster_weights_lost token=%d error=%s", self.token, reason)
+            _log.error("cluster_weights_lost token=%d error=%s", self.fencing_token, reason)
             self._lost_lease, self._acks = self._lease_value, None
 
     def _note_resumed(self, urls: Any) -> None:
@@ -336,7 +343,7 @@ class SharedWeights:
 
     @property
     def _lease_value(self) -> str:
-        return f"{self.token}:{self._member.name}"
+        return f"{self.fencing_token}:{self._member.name}"
 
     @property
     def _lease_ms(self) -> int:

@@ -11,25 +11,26 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from omni_proxy.cluster.messages import Ordinal
 from omni_proxy.fleet.cordon_reasons import CHANGING_CORDONS, ROLLOUT_BATCH, UPDATING
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.shared.decoding import MALFORMED
+from omni_proxy.shared.decoding import decode_or_none
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 from omni_proxy.weight_sync.protocol.published_version import Epoch, PublishedVersion
 from omni_proxy.weight_sync.state_journal import StateJournal
 
 
 class WeightState(Struct, frozen=True, kw_only=True):
-    """A state. `token` and `number` order all states. `busy`: the holder's operation has not ended.
+    """A state. `fencing_token` and `number` order all states.
 
-    `held`: URLs of cordoned workers to cordon reasons. `versions`: label and epoch of all workers.
+    `busy`: the holder's operation has not ended. `held`: URLs of cordoned workers to cordon
+    reasons. `versions`: label and epoch of all workers.
     """
 
-    token: Ordinal = 0
+    fencing_token: Ordinal = field(default=0, name="token")
     number: Ordinal = 0
     holder: str = ""
     busy: bool = False
@@ -42,7 +43,7 @@ class WeightState(Struct, frozen=True, kw_only=True):
 
     @property
     def order(self) -> tuple[int, int]:
-        return self.token, self.number
+        return self.fencing_token, self.number
 
 
 _decoder: Final = msgspec.msgpack.Decoder(WeightState)
@@ -54,22 +55,19 @@ def encode_state(state: WeightState) -> bytes:
 
 def decode_state(payload: bytes) -> WeightState | None:
     """Decode a state; None if this release can't."""
-    try:
-        return _decoder.decode(payload)
-    except MALFORMED:
-        return None
+    return decode_or_none(_decoder, payload)
 
 
 def collect(fleet: Fleet, journal: StateJournal, *, holder: str, busy: bool) -> WeightState:
-    """The current state of this proxy, without token and number."""
+    """The current state of this proxy, without fencing token and number."""
     workers = fleet.workers
-    held = {
+    cordons = {
         worker.url: tuple(sorted(worker.cordon_reasons & CHANGING_CORDONS)) for worker in workers
     }
     return WeightState(
         holder=holder,
         busy=busy,
-        held={url: reasons for url, reasons in held.items() if reasons},
+        held={url: reasons for url, reasons in cordons.items() if reasons},
         versions={worker.url: (worker.version.label, worker.version.epoch) for worker in workers},
         published=journal.published,
         uncertain=dict(journal.uncertain),
@@ -103,18 +101,19 @@ class FollowedWeights:
             return False
         self.state = state
         reasons = {
-            url: frozenset(held) & {UPDATING, ROLLOUT_BATCH} for url, held in state.held.items()
+            url: frozenset(cordons) & {UPDATING, ROLLOUT_BATCH}
+            for url, cordons in state.held.items()
         }
         was_held = set(self._applied)
         self._applied = {url: names or frozenset((UPDATING,)) for url, names in reasons.items()}
         self._hold()
         changed = {url for url in state.versions if before.versions.get(url) != state.versions[url]}
-        if before.token:
+        if before.fencing_token:
             changed |= was_held
-        self._follow_uncertain(state, changed if before.token else set())
+        self._follow_uncertain(state, changed if before.fencing_token else set())
         self._journal.adopt(state.published, state.pauses, state.paused)
         for url in changed:
-            self._follow_version(url, state, is_first=not before.token)
+            self._follow_version(url, state, is_first=not before.fencing_token)
         self._release(was_held - set(self._applied))
         return True
 

@@ -1,6 +1,6 @@
 """Acknowledgements of a hold, and the duration of this proxy's own lease."""
 
-from omni_proxy.cluster.operation_lease import Acknowledgements, MemberLease, token_of
+from omni_proxy.cluster.operation_lease import Acknowledgements, MemberLease, fencing_token_of
 
 
 def test_a_member_is_missing_until_it_acknowledges_that_number_or_a_later_one():
@@ -29,7 +29,7 @@ def test_a_lease_counts_from_the_time_its_command_was_sent():
 
 
 def test_an_invalid_lease_has_no_token():
-    assert token_of(b"12:one") == 12
+    assert fencing_token_of(b"12:one") == 12
     too_high = b"%d:one" % (2**62 + 1)
     for value in (None, b"", b"abc", b"-1:one", b"1" * 5000, too_high, "\u0661:one".encode()):
-        assert token_of(value) == 0
+        assert fencing_token_of(value) == 0

@@ -11,12 +11,12 @@ pytestmark = needs_store
 
 
 async def test_an_invalid_value_is_overwritten():
-    state = WeightState(token=5, number=1, holder="one")
+    state = WeightState(fencing_token=5, number=1, holder="one")
     restore = ("EVAL", RESTORE, 2, "token", "state", 5, 1, encode_state(state))
     async with redis_server() as server:
         address = store_address(server.url)
         async with connected(address, lambda *_: None, None, 10.0) as connection:
-            too_high = encode_state(WeightState(token=2**64 - 1))
+            too_high = encode_state(WeightState(fencing_token=2**64 - 1))
             for poison in (b"\xc1", b"\x80", b"\x01", b"x", b"\x81\xa5token\xa1x", too_high):
                 token = 2**64 - 1 if poison is too_high else "abc"
                 await connection.call(("SET", "state", poison), ("SET", "token", token))

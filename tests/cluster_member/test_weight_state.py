@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime
 
+import msgspec
 import pytest
 
 from omni_proxy.cluster_member.weight_state import (
@@ -39,7 +40,7 @@ class Proxy:
     def state(self, token, number, *, busy=True):
         state = collect(self.fleet, self.journal, holder="p", busy=busy)
         fields = {name: getattr(state, name) for name in state.__struct_fields__}
-        return WeightState(**fields | {"token": token, "number": number})
+        return WeightState(**fields | {"fencing_token": token, "number": number})
 
 
 @pytest.fixture
@@ -125,13 +126,17 @@ def test_a_state_survives_its_encoding(proxies):
     assert decode_state(b"\x01") is None
 
 
+def test_the_key_of_the_fencing_token_is_the_one_that_other_releases_read():
+    assert msgspec.msgpack.decode(encode_state(WeightState(fencing_token=5)))["token"] == 5
+
+
 TOO_HIGH = 2**62 + 1
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"token": TOO_HIGH},
+        {"fencing_token": TOO_HIGH},
         {"number": TOO_HIGH},
         {"number": -1},
         {"versions": {A: ("v1", TOO_HIGH)}},
