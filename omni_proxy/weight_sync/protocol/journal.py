@@ -18,7 +18,7 @@ import json
 import msgspec
 from msgspec import Struct, field
 
-from omni_proxy.shared.decoding import MALFORMED
+from omni_proxy.shared.decoding import decode_json_record
 from omni_proxy.weight_sync.protocol.rollout_state_machine import RolloutState, WorkerPhase
 
 FORMAT = 1
@@ -113,10 +113,4 @@ def readable_json(record: Struct) -> bytes:
 
 def decode(raw: bytes) -> Journal:
     """Raises UnreadableJournal."""
-    try:
-        journal = msgspec.json.decode(raw, type=Journal)
-    except MALFORMED as error:
-        raise UnreadableJournal(str(error)) from None
-    if journal.format != FORMAT:
-        raise UnreadableJournal(f"format {journal.format} is not known")
-    return journal
+    return decode_json_record(raw, Journal, FORMAT, UnreadableJournal)

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.process_group.tensor_plan import ITEM_BYTES, TensorSpec
-from omni_proxy.shared.decoding import MALFORMED
+from omni_proxy.shared.decoding import MALFORMED, decode_json_record
 from omni_proxy.shared.safetensors_format import MAX_HEADER_BYTES, TORCH_DTYPES
 from omni_proxy.weight_sync.checksum import roll_up
 
@@ -110,6 +110,7 @@ def encode_index(rows: Mapping[str, HeaderRow]) -> bytes:
 
 
 FORMAT: Final = 1
+# Not "manifest.json", because folders of versions that older releases wrote have this name.
 MANIFEST_FILE: Final = "record.json"
 
 
@@ -140,13 +141,7 @@ def encode(manifest: Manifest) -> bytes:
 
 def decode(raw: bytes) -> Manifest:
     """Raises UnreadableManifest."""
-    try:
-        manifest = msgspec.json.decode(raw, type=Manifest)
-    except MALFORMED as error:
-        raise UnreadableManifest(str(error)) from None
-    if manifest.format != FORMAT:
-        raise UnreadableManifest(f"format {manifest.format} is not known")
-    return manifest
+    return decode_json_record(raw, Manifest, FORMAT, UnreadableManifest)
 
 
 @dataclass(frozen=True, slots=True)
