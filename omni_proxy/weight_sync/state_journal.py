@@ -1,5 +1,7 @@
 """State journal: uncertain and paused workers, the published version, operations in progress.
 
+Here is what the proxy records and when it is written; the format is in `protocol.journal`.
+
 Invariant: an uncertain or paused worker is cordoned from the moment it is in the fleet, also after
 it was deleted and added again, and after a restart. The state in memory is authoritative: if the
 disk fails, the error is reported, and only operations that have not begun are refused.

@@ -1,17 +1,16 @@
 """The service for weight operations: the admin API submits calls to it and reads its state.
 
-Calls that change workers are queued (operation_queue), run by a runner, a rollback or the sync
-endpoint, and recorded in the history. Invariant: an operation belongs to this service, not to the
-request that started it: a client that disconnects cancels nothing.
+It decides who runs a call, and runs those that change no weights itself. The order of operations is
+that of `operations.operation_queue`; the steps of one are in `operations.runner`, those of a
+rollback in `operations.rollback`, of a trainer's sync in `sync.steps`. Invariant: an operation
+belongs to this service, not to the request that started it: a client that disconnects cancels
+nothing.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
-from typing import Final
 from uuid import uuid4
 
 import trio
@@ -42,8 +41,8 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
 from omni_proxy.weight_sync.delivery.service import VersionService
+from omni_proxy.weight_sync.operations.operation_history import OperationHistory
 from omni_proxy.weight_sync.operations.operation_queue import DetachedCalls, OperationQueue
-from omni_proxy.weight_sync.operations.operation_records import worker_rows
 from omni_proxy.weight_sync.operations.rollback import Rollback, RollbackSource
 from omni_proxy.weight_sync.operations.runner import OperationRunner
 from omni_proxy.weight_sync.operations.version_probe import VersionProbe
@@ -53,45 +52,6 @@ from omni_proxy.weight_sync.sync.endpoint import INITS, SyncEndpoint
 from omni_proxy.weight_sync.sync.engine_pauses import abort_all
 from omni_proxy.weight_sync.worker_calls import AdminCall, call_all, limit_secs
 from omni_proxy.wire.errors import HttpError
-
-HISTORY_LENGTH: Final = 50
-
-
-def _ignore(operation: Operation, response: AdminResponse, secs: float) -> None:
-    """The default `on_end`, used without tracing."""
-
-
-class OperationHistory:
-    """The last operations, newest last, and counters over all of them by path."""
-
-    def __init__(self) -> None:
-        self.rows: deque[dict[str, object]] = deque(maxlen=HISTORY_LENGTH)
-        self.ended: Counter[tuple[str, bool]] = Counter()  # by path and success
-        self.spent_secs: dict[str, float] = {}  # by path: sum of the times from request to end
-        # Called with each operation that ended, its response, and its duration in seconds.
-        self.on_end: Callable[[Operation, AdminResponse, float], None] = _ignore
-
-    def record(self, operation: Operation, response: AdminResponse) -> None:
-        now = trio.current_time()
-        path = operation.route.path
-        self.ended[path, response.ok] += 1
-        self.spent_secs[path] = self.spent_secs.get(path, 0.0) + now - operation.requested_at
-        self.on_end(operation, response, now - operation.requested_at)
-        self.rows.append(
-            {
-                "id": operation.id,
-                "path": operation.route.path,
-                "caller": operation.caller,
-                "ended_at": datetime.now(UTC).isoformat(),
-                "secs": round(now - operation.requested_at, 3),
-                "http_status": response.status,
-                "success": response.ok,
-                "message": response.body.get("message"),
-                "weight_epoch": response.body.get("weight_epoch"),
-                "workers": worker_rows(operation),
-            }
-        )
-
 
 RESOLVE = AdminRoute("/weights/resolve", Kind.GROUP)
 

@@ -1,14 +1,14 @@
-"""Format of the journal on disk: the operation in progress, uncertain and paused workers. Pure.
+"""Format of the journal on disk, and which workers are uncertain if a start finds it. Pure.
+
     found at the start  uncertain                      because
     operation begun     its targets                    the proxy ended during the operation
-    sync, from arming   its participants                    their receivers may have continued
+    sync, from arming   its participants               their receivers may have continued
     uncertain workers   these workers                  the recorded reason
     rollout             workers being changed          the proxy ended; the rollout continues
     unreadable          all workers                    anything may have been in progress
-A worker that a trainer paused stays paused, because its engine still is.
-
-Invariant: a record is written before the first call of its operation and cleared only after every
-worker's outcome is decided. So a worker that isn't in the record was not touched.
+A paused worker stays paused, because its engine still is. `state_journal` decides what is recorded
+and when. Invariant: a record is written before the first call of its operation and cleared only
+after every worker's outcome is decided. So a worker that isn't in the record was not touched.
 """
 
 from __future__ import annotations
