@@ -1,8 +1,9 @@
 """The state machine of receiving weights over trainers' groups. Pure.
 
-    idle ─join─> grouped ─prepare─> arming ─armed─> receiving ─received─> received ─apply─> applying
-    arming ─refused─> grouped    arming, receiving, received ─lost─> failed ─join, prepare─> ...
-    applying ─settled─> grouped  every state ─leave, replaced by a new trainer─> grouped or idle
+    idle ─joined─> grouped ─prepared─> arming ─armed─> receiving ─received─> received
+    received ─apply─> applying ─settled─> grouped         arming ─refused─> grouped
+    arming, receiving, received ─lost─> failed ─joined, prepared─> ...
+    failed, arming, receiving, received ─ended: left, or replaced by a new trainer─> grouped or idle
 
 Invariant: one transfer at a time, for any number of groups; a late report of a superseded call is
 ignored. `grouped` without a group is `idle`.
@@ -37,10 +38,10 @@ class ReceiveEvent(StrEnum):
     PREPARED = "prepared"
     ARMED = "armed"
     REFUSED = "refused"
-    CAME = "came"
+    RECEIVED = "received"
     LOST = "lost"
     ENDED = "ended"
-    APPLIES = "applies"
+    APPLY = "apply"
     SETTLED = "settled"
 
 
@@ -56,8 +57,8 @@ TABLE: Final[Mapping[ReceivePhase, Mapping[ReceiveEvent, ReceivePhase]]] = {
         _E.LOST: _S.FAILED,
         _E.ENDED: _S.GROUPED,
     },
-    _S.RECEIVING: {_E.CAME: _S.RECEIVED, _E.LOST: _S.FAILED, _E.ENDED: _S.GROUPED},
-    _S.RECEIVED: {_E.APPLIES: _S.APPLYING, _E.LOST: _S.FAILED, _E.ENDED: _S.GROUPED},
+    _S.RECEIVING: {_E.RECEIVED: _S.RECEIVED, _E.LOST: _S.FAILED, _E.ENDED: _S.GROUPED},
+    _S.RECEIVED: {_E.APPLY: _S.APPLYING, _E.LOST: _S.FAILED, _E.ENDED: _S.GROUPED},
     # All tensors were received: they are applied even if the trainer or its group ends.
     _S.APPLYING: {_E.SETTLED: _S.GROUPED},
 }
@@ -120,8 +121,8 @@ class ReceiveState:
 
     @property
     def state(self) -> ReceivePhase:
-        at_home = self._state in (ReceivePhase.IDLE, ReceivePhase.GROUPED)
-        if not at_home:
+        depends_on_groups = self._state in (ReceivePhase.IDLE, ReceivePhase.GROUPED)
+        if not depends_on_groups:
             return self._state
         joined = any(group.joined for group in self._groups.values())
         return ReceivePhase.GROUPED if joined else ReceivePhase.IDLE
@@ -132,7 +133,7 @@ class ReceiveState:
 
     # Groups
 
-    def joining(self, group: GroupMembership) -> bool:
+    def begin_join(self, group: GroupMembership) -> bool:
         """A trainer's join begins; returns whether a group of that name already exists."""
         name = group.group_name
         known = self._groups.get(name)
@@ -150,12 +151,12 @@ class ReceiveState:
     def is_joining(self, group_name: str) -> bool:
         return group_name in self._joining
 
-    def not_replaced(self, group: GroupMembership) -> None:
+    def keep_existing(self, group: GroupMembership) -> None:
         """The trainer of the existing group is alive: the group stays unchanged."""
         if self._joining.get(group.group_name) is group:
             del self._joining[group.group_name]
 
-    def joined(self, group: GroupMembership) -> bool:
+    def complete_join(self, group: GroupMembership) -> bool:
         """All ranks joined; ends a transfer of the replaced group. False if it was destroyed."""
         name = group.group_name
         if self._joining.get(name) is not group:
@@ -170,7 +171,7 @@ class ReceiveState:
             self._state, self.transfer = TABLE[self.state][ReceiveEvent.JOINED], None
         return True
 
-    def not_joined(self, group: GroupMembership) -> bool:
+    def abort_join(self, group: GroupMembership) -> bool:
         """The join failed: no group of that name is left. False if it was already destroyed."""
         name = group.group_name
         if self._joining.get(name) is not group:
@@ -180,7 +181,7 @@ class ReceiveState:
         before = self._groups.pop(name, None)
         if before is not None and before.joined:
             # Another rank may still be in it, so a destroy must reach that rank.
-            self._remember(name, f"the trainer at {group.owner} has not replaced it")
+            self._record_end(name, f"the trainer at {group.owner} has not replaced it")
         return True
 
     def require_group(self, group_name: str) -> None:
@@ -188,7 +189,8 @@ class ReceiveState:
         if group_name not in self._groups and group_name not in self._ended:
             raise CallOutOfOrder("The group to be destroyed does not exist.")
 
-    def left(self, group_name: str) -> None:
+    def leave(self, group_name: str) -> None:
+        """The group was destroyed: end its transfer, and forget it."""
         self._end_transfer_of(group_name)
         self._joining.pop(group_name, None)
         self._groups.pop(group_name, None)
@@ -256,7 +258,7 @@ class ReceiveState:
             transfer.fault = fault
             # A failed group cannot be used again: its receiver has left it.
             self._groups.pop(transfer.group_name, None)
-            self._remember(transfer.group_name, fault)
+            self._record_end(transfer.group_name, fault)
             self.on_lost()
         elif self._state is ReceivePhase.GROUPED:
             self.transfer = None
@@ -288,21 +290,21 @@ class ReceiveState:
             if disarmed:
                 self.on_lost()
 
-    def _remember(self, group_name: str, why: str) -> None:
-        self._ended[group_name] = why
+    def _record_end(self, group_name: str, reason: str) -> None:
+        self._ended[group_name] = reason
         while len(self._ended) > REMEMBERED_ENDS:
             self._ended.pop(next(iter(self._ended)))
 
     def facts(self, now_s: float) -> dict[str, Any]:
         """JSON-ready."""
         transfer, live = self.transfer, self._state in LIVE
-        named = transfer.group_name if transfer is not None else None
-        if named is None and len(self._groups) == 1:
-            named = next(iter(self._groups))
-        owner = self._groups[named].owner if named in self._groups else None
+        group_name = transfer.group_name if transfer is not None else None
+        if group_name is None and len(self._groups) == 1:
+            group_name = next(iter(self._groups))
+        owner = self._groups[group_name].owner if group_name in self._groups else None
         return {
             "state": self.state.value,
-            "group_name": named,
+            "group_name": group_name,
             "owner": owner,
             "groups": [
                 {

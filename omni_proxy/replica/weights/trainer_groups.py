@@ -136,7 +136,7 @@ class TrainerGroups:
             rendezvous.world_size,
             rendezvous.backend,
         )
-        known, name = self.receive_state.joining(group), group.group_name
+        known, name = self.receive_state.begin_join(group), group.group_name
         stop = self._joining[name] = CancelToken()
         try:
             # All ranks join or none; a rank that cannot join is reported to the others.
@@ -144,7 +144,7 @@ class TrainerGroups:
                 InterruptibleCall(partial(self._join, rendezvous, stop, known), stop.cancel)
             )
         except CallOutOfOrder:
-            self.receive_state.not_replaced(group)
+            self.receive_state.keep_existing(group)
             raise
         except GroupError:
             self._not_joined(group)
@@ -158,7 +158,7 @@ class TrainerGroups:
         finally:
             if self._joining.get(name) is stop:
                 del self._joining[name]
-        if not self.receive_state.joined(group):
+        if not self.receive_state.complete_join(group):
             raise GroupError(f"group {name!r} was destroyed")
         self._end_transfer(name)
 
@@ -174,7 +174,7 @@ class TrainerGroups:
                 yield BackgroundStep(partial(self._destroy, name))
         finally:
             self._end_transfer(name)
-            self.receive_state.left(name)
+            self.receive_state.leave(name)
 
     def _join(self, rendezvous: Rendezvous, stop: CancelToken, known: bool) -> None:
         receiver = self._opened()
@@ -206,7 +206,7 @@ class TrainerGroups:
                 self._receiver.destroy(name)
 
     def _not_joined(self, group: GroupMembership) -> None:
-        if self.receive_state.not_joined(group):
+        if self.receive_state.abort_join(group):
             self._end_transfer(group.group_name)
 
     def _end_transfer(self, name: str) -> None:
@@ -267,8 +267,8 @@ class TrainerGroups:
         except Exception as error:  # of any kind: a rank left armed would block later transfers
             yield from self._disarm(current, error)
             raise
-        self.receive_state.report(current.transfer, ReceiveEvent.CAME)
-        if not self.receive_state.report(current.transfer, ReceiveEvent.APPLIES):
+        self.receive_state.report(current.transfer, ReceiveEvent.RECEIVED)
+        if not self.receive_state.report(current.transfer, ReceiveEvent.APPLY):
             current.close()
             raise GroupError(f"group {current.transfer.group_name!r} was ended during the transfer")
 
@@ -346,7 +346,7 @@ class TrainerGroups:
             self.receive_state.report(current.transfer, ReceiveEvent.LOST, str(fault))
             self._current = None
         elif current.armed.progress().buckets_done == len(current.plans):
-            self.receive_state.report(current.transfer, ReceiveEvent.CAME)
+            self.receive_state.report(current.transfer, ReceiveEvent.RECEIVED)
 
     def facts(self) -> dict[str, Any]:
         """JSON-ready: state, group, owner and progress for `/model_info`."""

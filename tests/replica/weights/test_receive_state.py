@@ -19,9 +19,9 @@ EVENTS = st.sampled_from(
     [
         ReceiveEvent.ARMED,
         ReceiveEvent.REFUSED,
-        ReceiveEvent.CAME,
+        ReceiveEvent.RECEIVED,
         ReceiveEvent.LOST,
-        ReceiveEvent.APPLIES,
+        ReceiveEvent.APPLY,
         ReceiveEvent.SETTLED,
     ]
 )
@@ -44,13 +44,13 @@ def test_a_group_that_failed_to_join_may_still_be_destroyed():
     """Another rank of the model may still have the group."""
     receive_state = ReceiveState()
     first, second = (GroupMembership("g", owner, 1, 2, "gloo") for owner in ("a:1", "b:1"))
-    assert receive_state.joining(first) is False
-    receive_state.joined(first)
-    assert receive_state.joining(second) is True
-    assert receive_state.not_joined(second)
+    assert receive_state.begin_join(first) is False
+    receive_state.complete_join(first)
+    assert receive_state.begin_join(second) is True
+    assert receive_state.abort_join(second)
     assert receive_state.state is ReceivePhase.IDLE
     receive_state.require_group("g")
-    receive_state.left("g")
+    receive_state.leave("g")
     with pytest.raises(CallOutOfOrder, match="does not exist"):
         receive_state.require_group("g")
 
@@ -82,10 +82,10 @@ class ReceiveStateAgainstModel(RuleBasedStateMachine):
         group = GroupMembership(name, f"host:{self.count}", 1, 2, "gloo")
         if name in self.joins_open:
             with pytest.raises(CallOutOfOrder) as caught:
-                self.receive_state.joining(group)
+                self.receive_state.begin_join(group)
             assert caught.value.status == 409
             return None
-        assert self.receive_state.joining(group) is (name in self.groups)
+        assert self.receive_state.begin_join(group) is (name in self.groups)
         self.joins_open[name] = group
         self.groups.setdefault(name, "joining")
         return group
@@ -97,16 +97,18 @@ class ReceiveStateAgainstModel(RuleBasedStateMachine):
         name = group.group_name
         is_current = self.joins_open.get(name) is group
         if outcome == "held":
-            self.receive_state.not_replaced(group)
+            self.receive_state.keep_existing(group)
             if is_current:
                 del self.joins_open[name]
                 if self.groups.get(name) == "joining":
                     # Only an existing group can be in use.
-                    self.receive_state.left(name)
+                    self.receive_state.leave(name)
                     del self.groups[name]
             return
         assert (
-            self.receive_state.joined if outcome == "joined" else self.receive_state.not_joined
+            self.receive_state.complete_join
+            if outcome == "joined"
+            else self.receive_state.abort_join
         )(group) is is_current
         if not is_current:
             return
@@ -127,7 +129,7 @@ class ReceiveStateAgainstModel(RuleBasedStateMachine):
         else:
             with pytest.raises(CallOutOfOrder):
                 self.receive_state.require_group(name)
-        self.receive_state.left(name)
+        self.receive_state.leave(name)
         self.end(name)
         self.groups.pop(name, None)
         self.joins_open.pop(name, None)
@@ -157,10 +159,10 @@ class ReceiveStateAgainstModel(RuleBasedStateMachine):
             ("arming", ReceiveEvent.ARMED): "receiving",
             ("arming", ReceiveEvent.REFUSED): None,
             ("arming", ReceiveEvent.LOST): "lost",
-            ("receiving", ReceiveEvent.CAME): "received",
+            ("receiving", ReceiveEvent.RECEIVED): "received",
             ("receiving", ReceiveEvent.LOST): "lost",
             ("received", ReceiveEvent.LOST): "lost",
-            ("received", ReceiveEvent.APPLIES): "applying",
+            ("received", ReceiveEvent.APPLY): "applying",
             ("applying", ReceiveEvent.SETTLED): None,
         }
         is_valid = (step, event) in transitions
