@@ -119,11 +119,11 @@ class FollowedWeights:
 
     def orphan(self, reason: str) -> None:
         """Mark the held workers uncertain: the holder was lost during an operation."""
-        left = dict.fromkeys(self._applied, reason)
-        self._uncertain |= set(left)
-        self._journal.mark_uncertain(left)
+        reasons = dict.fromkeys(self._applied, reason)
+        self._uncertain |= set(reasons)
+        self._journal.mark_uncertain(reasons)
         self._applied = {}
-        self._release(set(left))
+        self._release(set(reasons))
 
     def _hold(self) -> None:
         for url, reasons in self._applied.items():

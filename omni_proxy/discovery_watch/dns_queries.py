@@ -28,7 +28,7 @@ from omni_proxy.discovery.dns_answers import (
 from omni_proxy.upstream_http.resolver import parse_listeners
 
 TRY_SECS: Final = 2.0
-ANSWER_SECS: Final = 5.0
+QUERY_TIMEOUT_SECS: Final = 5.0
 MAX_PARALLEL: Final = 16
 
 
@@ -104,7 +104,7 @@ class DnsQueries:
                 resolver.port = port
         except (dns.exception.DNSException, OSError) as error:
             raise DnsFailure(f"no DNS server: {error}") from None
-        resolver.timeout, resolver.lifetime = TRY_SECS, ANSWER_SECS
+        resolver.timeout, resolver.lifetime = TRY_SECS, QUERY_TIMEOUT_SECS
         return resolver
 
 

@@ -305,7 +305,7 @@ class Outgoing:
         ended, UpgradeFailed if descriptors can't be duplicated; then this program continues.
         """
         parts = self._parts
-        kept = self._keep_replicas(replicas)
+        kept_replicas = self._keep_replicas(replicas)
         self.handed_over = True
         parts.service_manager.silent = True
         parts.launcher.release(replicas)
@@ -318,9 +318,9 @@ class Outgoing:
         try:
             await new.send(CommitMessage(reservations))
         except NewProgramFailed:
-            self._resume_services(ending, kept, reservations)
+            self._resume_services(ending, kept_replicas, reservations)
             raise
-        for replica in kept:
+        for replica in kept_replicas:
             replica.close()
         self._successor = new
         _redirect(parts.admin_socket, ready.admin_socket)

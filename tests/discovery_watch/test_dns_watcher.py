@@ -139,7 +139,7 @@ async def test_a_truncated_answer_is_requested_over_tcp(server, watching):
 
 async def test_a_silent_server_is_a_failure_until_it_answers(server, watching, monkeypatch):
     monkeypatch.setattr(dns_queries, "TRY_SECS", 0.05)
-    monkeypatch.setattr(dns_queries, "ANSWER_SECS", 0.1)
+    monkeypatch.setattr(dns_queries, "QUERY_TIMEOUT_SECS", 0.1)
     server.put("engines.test", "A", "10.0.0.1")
     watched = watching("engines.test")
     await watched.until({"10.0.0.1:30000": "open"})

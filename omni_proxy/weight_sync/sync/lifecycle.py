@@ -315,9 +315,9 @@ class SyncLifecycle:
         finally:
             self._fan_out = None
 
-    async def wait_linked(self, within_secs: float) -> None:
-        """Wait up to `within_secs` until the connection to the trainer's store is open."""
-        with trio.move_on_after(within_secs):
+    async def wait_linked(self, timeout_secs: float) -> None:
+        """Wait up to `timeout_secs` until the connection to the trainer's store is open."""
+        with trio.move_on_after(timeout_secs):
             while self._link is not None and not self._link.is_open:  # noqa: ASYNC110  # a thread
                 await trio.sleep(LINK_POLL_SECS)
 

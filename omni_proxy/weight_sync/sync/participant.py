@@ -125,11 +125,11 @@ ParticipantCall = Callable[[Participant], Awaitable[WorkerResult]]
 class FanOutTimeouts:
     """Timeouts of a fan-out, in seconds.
 
-    All results have to arrive within `within_secs`. After a failure the other participants get
+    All results have to arrive within `timeout_secs`. After a failure the other participants get
     `grace_secs`; those without a result then get the call `undo`.
     """
 
-    within_secs: float
+    timeout_secs: float
     grace_secs: float = 0.0
     undo: ParticipantCall | None = None
 
@@ -163,11 +163,11 @@ class GroupFanOut:
         async with trio.open_nursery() as nursery:
             for participant in self._participants:
                 nursery.start_soon(self._call_participant, participant)
-            with trio.move_on_after(timeouts.within_secs) as scope:
+            with trio.move_on_after(timeouts.timeout_secs) as scope:
                 await self._decided.wait()
             if scope.cancelled_caught:
                 waiting = ", ".join(participant.name for participant in self._waiting())
-                self.fail(f"no answer within {timeouts.within_secs:g} s: {waiting}")
+                self.fail(f"no answer within {timeouts.timeout_secs:g} s: {waiting}")
             if timeouts.grace_secs and not self._all_done.is_set():
                 shortened = min(timeouts.grace_secs, SHORT_GRACE_SECS)
                 with trio.move_on_after(shortened if self._all_fail else timeouts.grace_secs):

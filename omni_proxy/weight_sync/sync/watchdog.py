@@ -72,7 +72,7 @@ class TrainerLink:
                     return f"its store has not answered for {silent_secs():g} s"
             await trio.sleep(POLL_SECS)
 
-    async def ping(self, within_secs: float) -> bool:
+    async def ping(self, timeout_secs: float) -> bool:
         """Whether the trainer's store answers; False if the connection was never opened."""
         async with self._ping_lock:
             link = self._link
@@ -81,7 +81,7 @@ class TrainerLink:
             return await trio.to_thread.run_sync(
                 self._ping,
                 link,
-                within_secs,
+                timeout_secs,
                 abandon_on_cancel=True,
                 limiter=self._thread_limiter(),
             )
@@ -99,13 +99,13 @@ class TrainerLink:
         async with self._ping_lock:
             return self._link is not None and self._link.has_ended()
 
-    def _ping(self, link: StoreConnection, within_secs: float) -> bool:
+    def _ping(self, link: StoreConnection, timeout_secs: float) -> bool:
         """Ping; if the answer is late, ping again on a new connection.
 
         On the old connection a late answer would be read as the answer to the next ping. Both pings
-        together take at most `within_secs`.
+        together take at most `timeout_secs`.
         """
-        each_secs = within_secs / 2
+        each_secs = timeout_secs / 2
         if link.answers(each_secs):
             return True
         ends_at = time.monotonic() + each_secs
@@ -136,12 +136,12 @@ class TrainerLink:
         return cls._threads
 
 
-async def is_store_reachable(host: str, port: int, within_secs: float) -> bool:
+async def is_store_reachable(host: str, port: int, timeout_secs: float) -> bool:
     """Whether a store answers at the address now; for a trainer whose link never opened."""
     link = TrainerLink(host, port)
     try:
-        with trio.move_on_after(within_secs):
-            await link.open(within_secs)
+        with trio.move_on_after(timeout_secs):
+            await link.open(timeout_secs)
             return True
     except GroupError:
         return False
