@@ -250,8 +250,8 @@ class _ServerLifecycle:
 
 def _app(client: Client, options: AppOptions) -> QuartTrio:
     from omni_proxy.replica.api.app import build_app
-    from omni_proxy.replica.api.native import profile_routes
     from omni_proxy.replica.api.route_context import RouteContext
+    from omni_proxy.replica.api.sglang import profile_routes
 
     context = RouteContext(client=client, **options)
     app = build_app(context)

@@ -13,15 +13,15 @@ from quart_trio import QuartTrio
 from omni_proxy.replica.api import openapi_document
 from omni_proxy.replica.api.common import cross_origin, errors
 from omni_proxy.replica.api.common.prompt_tokens import PromptTokens
-from omni_proxy.replica.api.native import (
+from omni_proxy.replica.api.openai import chat, completions, embeddings, transcriptions
+from omni_proxy.replica.api.route_context import AppOptions, RouteContext
+from omni_proxy.replica.api.sglang import (
     admin_operations,
     generate,
     metrics,
     server_info,
     weight_routes,
 )
-from omni_proxy.replica.api.openai import chat, completions, embeddings, transcriptions
-from omni_proxy.replica.api.route_context import AppOptions, RouteContext
 from omni_proxy.replica.api.speech import speech_routes, speech_socket, voices
 from omni_proxy.replica.api.vllm import (
     control_routes,

@@ -12,14 +12,14 @@ from typing import Any
 
 from msgspec import Struct
 
-from omni_proxy.replica.api.native import admin_operations, weight_routes
-from omni_proxy.replica.api.native.admin_operations import OperationBody, OperationRoute
-from omni_proxy.replica.api.native.generate import AbortBody, NativeBody, RolloutBody
-from omni_proxy.replica.api.native.profile_routes import StartBody, StartEventsBody, StopBody
 from omni_proxy.replica.api.openai.chat import ChatBody
 from omni_proxy.replica.api.openai.completions import CompletionBody
 from omni_proxy.replica.api.openai.embeddings import EmbeddingBody
 from omni_proxy.replica.api.openai.transcriptions import TranscriptionFields
+from omni_proxy.replica.api.sglang import admin_operations, weight_routes
+from omni_proxy.replica.api.sglang.admin_operations import OperationBody, OperationRoute
+from omni_proxy.replica.api.sglang.generate import AbortBody, RolloutBody, SglangBody
+from omni_proxy.replica.api.sglang.profile_routes import StartBody, StartEventsBody, StopBody
 from omni_proxy.replica.api.speech.speech_fields import FIELD_TYPES
 from omni_proxy.replica.api.vllm.messages import CountBody, MessagesBody
 from omni_proxy.replica.api.vllm.responses import ResponsesBody
@@ -169,7 +169,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     "embeddings": Endpoint(summary="An embedding for each input", tag=_CHAT, bodies=(EmbeddingBody,),
                        refuses=OPENAI),
     "generate": Endpoint(summary="Generate, in the format of a rollout or of SGLang", tag=_CHAT,
-                     bodies=(RolloutBody, NativeBody), answers=(JSON, EVENTS)),
+                     bodies=(RolloutBody, SglangBody), answers=(JSON, EVENTS)),
     "speech": Endpoint(summary="Synthesize speech, as a file or streamed", tag=_SOUND, body=_speech(),
                    refuses=OPENAI, answers=("audio/wav", "audio/pcm", EVENTS)),
     "speech_outcome": Endpoint(summary="The outcome of a speech request", tag=_SOUND),

@@ -4,8 +4,8 @@ import pytest
 import trio
 
 from omni_proxy.replica.api.app import build_app
-from omni_proxy.replica.api.native import profile_routes
 from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.api.sglang import profile_routes
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.runtime import open_pipeline

@@ -20,8 +20,8 @@ from omni_proxy.replica.api.common.errors import empty_response, json_response
 from omni_proxy.replica.api.common.kv_transfers import release_kept
 from omni_proxy.replica.api.common.lenient_decode import MISSING, json_body, problem
 from omni_proxy.replica.api.common.request_ids import bare_id, id_matcher
-from omni_proxy.replica.api.native.admin_operations import ModelFacts, model_facts, require_key
 from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.api.sglang.admin_operations import ModelFacts, model_facts, require_key
 from omni_proxy.replica.api.vllm.vllm_errors import (
     VllmError,
     invalid,

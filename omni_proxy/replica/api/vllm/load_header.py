@@ -15,8 +15,8 @@ from typing import Final
 from quart import Response, request
 from quart_trio import QuartTrio
 
-from omni_proxy.replica.api.native.metrics import max_over_stages, sum_over_stages
 from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.api.sglang.metrics import max_over_stages, sum_over_stages
 
 ASKED: Final = "endpoint-load-metrics-format"
 ANSWERED: Final = "endpoint-load-metrics"

@@ -20,7 +20,6 @@ from omni_proxy.replica.api.common.errors import DetailError, json_response
 from omni_proxy.replica.api.common.kv_transfers import leg_fields, transfer_answer, with_transfers
 from omni_proxy.replica.api.common.lenient_decode import json_body, problem, validate
 from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
-from omni_proxy.replica.api.native.generate import TokenId
 from omni_proxy.replica.api.openai.logprobs import MAX_TOP_LOGPROBS, require_logprobs
 from omni_proxy.replica.api.openai.multi_generation import (
     complete_all,
@@ -36,6 +35,7 @@ from omni_proxy.replica.api.openai.to_generate_request import (
     sampling_params,
 )
 from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.api.sglang.generate import TokenId
 from omni_proxy.replica.api.vllm.vllm_errors import VllmError, invalid, vllm_view
 from omni_proxy.replica.pipeline.requests import (
     CompletionResult,

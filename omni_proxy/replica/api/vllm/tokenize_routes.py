@@ -19,8 +19,6 @@ from quart_trio import QuartTrio
 from omni_proxy.replica.api.common.errors import DetailError, json_response
 from omni_proxy.replica.api.common.lenient_decode import json_body, problem, validate
 from omni_proxy.replica.api.common.prompt_tokens import PromptTokens
-from omni_proxy.replica.api.native.admin_operations import View
-from omni_proxy.replica.api.native.generate import TokenId
 from omni_proxy.replica.api.openai.chat import ChatBody
 from omni_proxy.replica.api.openai.completions import DEFAULT_MAX_TOKENS, CompletionBody
 from omni_proxy.replica.api.openai.to_generate_request import (
@@ -34,6 +32,8 @@ from omni_proxy.replica.api.openai.to_generate_request import (
     stop_strings,
 )
 from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.api.sglang.admin_operations import View
+from omni_proxy.replica.api.sglang.generate import TokenId
 from omni_proxy.replica.api.vllm.vllm_errors import VllmError, invalid, vllm_view
 from omni_proxy.replica.pipeline.requests import PromptMessage
 from omni_proxy.replica.text.sampling import Sampling
@@ -248,17 +248,17 @@ def _sampling(body: CommonFields, limit: int | None, top: int | None) -> dict[st
 
 def mount(app: QuartTrio, context: RouteContext, tokens: PromptTokens, *, as_vllm: bool) -> None:
     routes = TokenizeRoutes(context, tokens)
-    native = {"tokenize": routes.tokenize_prompts, "detokenize": routes.detokenize_lists}
-    short: dict[str, View] = dict(native)
+    sglang_views = {"tokenize": routes.tokenize_prompts, "detokenize": routes.detokenize_lists}
+    views: dict[str, View] = dict(sglang_views)
     if as_vllm:
-        short = {
+        views = {
             "tokenize": vllm_view(routes.tokenize),
             "detokenize": vllm_view(routes.detokenize),
         }
         _mount_render(app, RenderRoutes(context, tokens))
-    for name, view in short.items():
+    for name, view in views.items():
         app.add_url_rule(f"/{name}", name, view, methods=["POST"])
-    for name, view in native.items():
+    for name, view in sglang_views.items():
         app.add_url_rule(f"/v1/{name}", f"v1_{name}", view, methods=["POST"])
 
 

@@ -24,7 +24,7 @@ from omni_proxy.replica.api.common.errors import (
     status_and_message,
 )
 from omni_proxy.replica.api.common.lenient_decode import MISSING, problem, validate
-from omni_proxy.replica.api.native.admin_operations import error_message
+from omni_proxy.replica.api.sglang.admin_operations import error_message
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=msgspec.Struct)

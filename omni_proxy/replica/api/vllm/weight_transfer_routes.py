@@ -14,8 +14,8 @@ from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import json_response
 from omni_proxy.replica.api.common.lenient_decode import MISSING
-from omni_proxy.replica.api.native.admin_operations import admin_body, require_key
 from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.api.sglang.admin_operations import admin_body, require_key
 from omni_proxy.replica.api.vllm.control_routes import CONTROL_SECS, WAIT_SECS, EngineCalls
 from omni_proxy.replica.api.vllm.vllm_errors import VllmError, embedded, phrase, vllm_view
 

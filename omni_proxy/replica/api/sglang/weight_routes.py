@@ -15,8 +15,9 @@ from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import DetailError, json_response
 from omni_proxy.replica.api.common.lenient_decode import MISSING, validate
-from omni_proxy.replica.api.native.admin_operations import ROUTES as OPERATION_ROUTES
-from omni_proxy.replica.api.native.admin_operations import (
+from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.api.sglang.admin_operations import ROUTES as OPERATION_ROUTES
+from omni_proxy.replica.api.sglang.admin_operations import (
     OperationBody,
     OperationRoute,
     add_admin_envelope,
@@ -27,7 +28,6 @@ from omni_proxy.replica.api.native.admin_operations import (
     run_operation,
     with_status,
 )
-from omni_proxy.replica.api.route_context import RouteContext
 
 S = TypeVar("S", bound=OperationBody)
 

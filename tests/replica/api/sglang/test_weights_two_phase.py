@@ -8,7 +8,7 @@ import trio
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from omni_proxy.replica.torch_engine import with_weight_params
 from tests.replica.api.api_fixture import MESSAGES, opened
-from tests.replica.api.native.test_weight_routes import (
+from tests.replica.api.sglang.test_weight_routes import (
     checksum,
     checksum_of,
     decode_of,

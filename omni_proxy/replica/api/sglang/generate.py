@@ -27,7 +27,6 @@ from omni_proxy.replica.api.common.lenient_decode import json_body, validate
 from omni_proxy.replica.api.common.media import encode_audio
 from omni_proxy.replica.api.common.request_ids import bare_id, id_matcher
 from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
-from omni_proxy.replica.api.native.admin_operations import admin_body
 from omni_proxy.replica.api.openai.multi_generation import complete_all, request_ids
 from omni_proxy.replica.api.openai.to_generate_request import (
     Int64,
@@ -40,6 +39,7 @@ from omni_proxy.replica.api.openai.to_generate_request import (
     sampling_params,
 )
 from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.api.sglang.admin_operations import admin_body
 from omni_proxy.replica.pipeline.requests import (
     CompletionResult,
     GenerateChunk,
@@ -51,7 +51,7 @@ DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 TokenId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class NativeSampling(Struct, kw_only=True):
+class SglangSampling(Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int64 | None = None
@@ -66,11 +66,11 @@ class NativeSampling(Struct, kw_only=True):
     n: Int64 | None = None
 
 
-class NativeBody(Struct, kw_only=True):
+class SglangBody(Struct, kw_only=True):
     text: Any = None
     input_ids: Any = None
     rid: str | list[str] | None = None
-    sampling_params: NativeSampling | None = None
+    sampling_params: SglangSampling | None = None
     stream: bool | None = None
     return_logprob: bool | None = None
 
@@ -90,7 +90,7 @@ class SglangGenerate:
         self._context = context
 
     async def answer(self, given: Any) -> Response:
-        body = validate(NativeBody, given)
+        body = validate(SglangBody, given)
         prompts, batched = _prompts(body)
         request_id = new_request_id(body.rid if isinstance(body.rid, str) else None)
         ids = request_ids(request_id, len(prompts), body.rid)
@@ -175,7 +175,7 @@ class SglangResponse:
         return {"text": self._text, "output_ids": list(self._tokens), "meta_info": meta}
 
 
-def _prompts(body: NativeBody) -> tuple[list[Prompt], bool]:
+def _prompts(body: SglangBody) -> tuple[list[Prompt], bool]:
     """Return the prompts, and whether the body had a list of them. Raises DetailError 400."""
     if body.text is not None and body.input_ids is not None:
         raise DetailError(400, "set one of text and input_ids, not both")
@@ -192,8 +192,8 @@ def _prompts(body: NativeBody) -> tuple[list[Prompt], bool]:
     raise DetailError(400, "input_ids must be a list of token ids, or a list of such lists")
 
 
-def _to_generate_request(body: NativeBody, prompt: Prompt) -> GenerateRequest:
-    given = body.sampling_params or NativeSampling()
+def _to_generate_request(body: SglangBody, prompt: Prompt) -> GenerateRequest:
+    given = body.sampling_params or SglangSampling()
     if (given.n or 1) != 1:
         raise DetailError(
             400, "sampling_params.n must be 1: this server returns one answer per prompt"
@@ -254,12 +254,12 @@ class RolloutBody(Struct, kw_only=True):
 class GenerateRoutes:
     def __init__(self, context: RouteContext) -> None:
         self._context = context
-        self._native = SglangGenerate(context)
+        self._sglang = SglangGenerate(context)
 
     async def generate(self) -> Response:
         given = await json_body()
         if is_sglang_request(given):
-            return await self._native.answer(given)
+            return await self._sglang.answer(given)
         return await self._rollout(validate(RolloutBody, given), given)
 
     async def _rollout(self, body: RolloutBody, given: Any) -> Response:

@@ -208,16 +208,16 @@ async def test_the_tiny_model_returns_one_logprob_for_each_token_in_both_formats
     sampling = {"max_new_tokens": 4, "temperature": 0}
     body = {"input_ids": [5, 6, 7], "sampling_params": sampling}
     rollout = await (await tiny.post(PATH, body)).get_json()
-    native = await (await tiny.post(PATH, body | {"rid": "R", "return_logprob": True})).get_json()
+    sglang = await (await tiny.post(PATH, body | {"rid": "R", "return_logprob": True})).get_json()
     meta = rollout["meta_info"]
     assert meta["completion_tokens"] == len(meta["output_token_logprobs"]) == 4
     assert meta["weight_version"] == "default"
-    assert rollout["text"] == native["text"]
-    ids = [item[1] for item in native["meta_info"]["output_token_logprobs"]]
-    assert ids == native["output_ids"]
+    assert rollout["text"] == sglang["text"]
+    ids = [item[1] for item in sglang["meta_info"]["output_token_logprobs"]]
+    assert ids == sglang["output_ids"]
     streamed = events_of(
         await (await tiny.post(PATH, body | {"stream": True, "return_logprob": True})).get_data()
     )
-    assert streamed[-2]["text"] == native["text"]
+    assert streamed[-2]["text"] == sglang["text"]
     assert streamed[-2]["output_ids"] == ids
     assert len(streamed[-2]["meta_info"]["output_token_logprobs"]) == 4

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_proxy.replica.text import constraint
-from omni_proxy.replica.text.constraint import (
+from omni_proxy.replica.text.json_schema import (
     ANY_OBJECT,
     MAX_COMPILED,
     MAX_SCHEMA_BYTES,

@@ -1,7 +1,6 @@
-"""Logit shaping: JSON schemas (llguidance), biases, and penalties for generated tokens.
+"""Output that matches a JSON schema: the tokens that may follow, by llguidance.
 
-Invariant: a request without any of these uses the plain `TokenSampler`. The constraint is applied
-last: no bias and no penalty can select a token that it forbids. A schema feature that the library
+Invariant: a schema feature that the library
 cannot enforce is refused by name, never ignored. Whitespace is bounded; otherwise a small model
 could write blank lines until its token limit. Schemas are compiled in a thread and never delay
 other requests; a request that was dropped during the compilation is not restored.
@@ -11,14 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from omni_proxy.replica.models.tokenizer import Tokenizer
 from omni_proxy.replica.text.prompt import Prompt
-from omni_proxy.replica.text.sampling import Sampling, SamplingError, TokenSampler
+from omni_proxy.replica.text.sampling import SamplingError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -260,57 +259,3 @@ class ConstraintCompiler:
             except Exception as error:  # the scheduler fails the request with it
                 result = error
             post(CompiledConstraint(prompt, result))
-
-
-def make_sampler(sampling: Sampling, constraint: Constraint | None) -> TokenSampler:
-    """Return the sampler of one request; `constraint` is that of its schema, if it has one."""
-    if sampling.shaped:
-        return ShapedTokenSampler(sampling, constraint)
-    return TokenSampler(sampling)
-
-
-class ShapedTokenSampler(TokenSampler):
-    """Counts the tokens it has chosen, for the penalties; tokens of the prompt are not counted."""
-
-    __slots__ = ("_biased", "_biases", "_constraint", "_counts")
-
-    def __init__(self, sampling: Sampling, constraint: Constraint | None) -> None:
-        import torch
-
-        super().__init__(sampling)
-        self._constraint = constraint
-        self._counts: dict[int, int] = {}
-        self._biased = torch.tensor(list(sampling.logit_bias), dtype=torch.long)
-        self._biases = torch.tensor(list(sampling.logit_bias.values()))
-
-    @property
-    def complete(self) -> bool:  # type: ignore[override]  # a constant in the plain sampler
-        return self._constraint is not None and self._constraint.complete
-
-    def choose(self, logits: Tensor, tokens: Iterable[int]) -> tuple[int, float | None]:
-        """As in TokenSampler. Raises ConstraintError if no token is allowed."""
-        token, logprob = super().choose(logits, tokens)
-        self._counts[token] = self._counts.get(token, 0) + 1
-        if self._constraint is not None:
-            self._constraint.accept(token)
-        return token, logprob
-
-    def _shaped(self, logits: Tensor, tokens: Iterable[int]) -> Tensor:
-        logits = super()._shaped(logits, tokens).clone()
-        self._penalise(logits)
-        # The ids are keys of a dict, so none occurs twice and indexed addition is correct.
-        logits[self._biased] += self._biases
-        if self._constraint is not None:
-            logits[~self._constraint.allowed()] = float("-inf")
-        return logits
-
-    def _penalise(self, logits: Tensor) -> None:
-        """Presence penalty once per token, frequency penalty per occurrence."""
-        import torch
-
-        sampling = self._sampling
-        if not self._counts or not (sampling.presence_penalty or sampling.frequency_penalty):
-            return
-        seen = torch.tensor(list(self._counts), dtype=torch.long)
-        counts = torch.tensor(list(self._counts.values()), dtype=logits.dtype)
-        logits[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from omni_proxy.replica.api.app import build_app
-from omni_proxy.replica.api.native import profile_routes
 from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.api.sglang import profile_routes
 
 
 class ProfilerClient:

@@ -7,7 +7,7 @@ import jsonschema_rs
 import pytest
 
 from omni_proxy.replica.pipeline.messages import Result, ResultChunk, StageFailure
-from omni_proxy.replica.text.constraint import CompiledConstraint
+from omni_proxy.replica.text.json_schema import CompiledConstraint
 from tests.replica.text.scheduler_harness import (
     Loop,
     SchedulerHarness,
