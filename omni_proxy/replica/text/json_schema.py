@@ -1,9 +1,9 @@
 """Output that matches a JSON schema: the tokens that may follow, by llguidance.
 
-Invariant: a schema feature that the library
-cannot enforce is refused by name, never ignored. Whitespace is bounded; otherwise a small model
-could write blank lines until its token limit. Schemas are compiled in a thread and never delay
-other requests; a request that was dropped during the compilation is not restored.
+Invariant: a schema feature that the library cannot enforce is refused by name, never ignored.
+Whitespace is bounded; otherwise a small model could write blank lines until its token limit.
+Schemas are compiled in a thread and never delay other requests; a request that was dropped during
+the compilation is not restored.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from omni_proxy.replica.pipeline.messages import (
 )
 from omni_proxy.replica.pipeline.stage import Record, ignore_event
 from omni_proxy.replica.text.batch_queue import BatchLimits, BatchQueue, SchedulerMetrics
-from omni_proxy.replica.text.constraint import (
+from omni_proxy.replica.text.json_schema import (
     CompiledConstraint,
     ConstraintCompiler,
     ConstraintFactory,

@@ -1,15 +1,12 @@
 """One request while it is computed: its tokens, its KV, and the text generated so far.
 
 Invariant: the KV holds the first `kv.length` of `tokens`; all others are pending. Dropping the KV
-loses computation, never text. Text is released once, in whole characters. The first complete stop
-string ends it, regardless of chunk boundaries; of several that end at the same position, the first
-in request order counts. Neither the stop string nor text after it is released. Text is held back
-only while it may begin a stop string or its last character is incomplete.
+loses computation, never text. Text is released once, in whole characters. It is held back only
+while it may begin a stop string (`stop_strings`) or its last character is incomplete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any, Literal
 
 from torch import Tensor
@@ -17,59 +14,10 @@ from torch import Tensor
 from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.llama import BatchPart
 from omni_proxy.replica.models.tokenizer import Tokenizer, Utf8Stream
-from omni_proxy.replica.text.constraint import Constraint, make_sampler
+from omni_proxy.replica.text.json_schema import Constraint
+from omni_proxy.replica.text.logit_processors import make_sampler
 from omni_proxy.replica.text.prompt import Prompt
-
-
-class StopStrings:
-    """Cuts one text at its first stop string (note:api-server 1.3).
-
-    After a match, `hit` is the stop string and nothing more is released.
-    """
-
-    __slots__ = ("_held_back", "_stops", "hit")
-
-    def __init__(self, stops: Collection[str] = ()) -> None:
-        if "" in stops:
-            raise ValueError("a stop string must not be empty: it would end every text immediately")
-        self._stops = tuple(stops)
-        self._held_back = ""
-        self.hit: str | None = None
-
-    def feed(self, chunk: str) -> str:
-        """Return the text that can be released now that `chunk` has arrived."""
-        if self.hit is not None:
-            return ""
-        if not self._stops:
-            return chunk
-        text = self._held_back + chunk
-        matches = (
-            (start + len(stop), order, start)
-            for order, stop in enumerate(self._stops)
-            if (start := text.find(stop)) >= 0
-        )
-        first = min(matches, default=None)
-        if first is not None:
-            _, order, start = first
-            self.hit, self._held_back = self._stops[order], ""
-            return text[:start]
-        released = len(text) - self._partial_match_length(text)
-        self._held_back = text[released:]
-        return text[:released]
-
-    def flush(self) -> str:
-        """The text has ended: return the text that could have begun a stop string."""
-        rest, self._held_back = self._held_back, ""
-        return rest
-
-    def _partial_match_length(self, text: str) -> int:
-        """Length of the longest suffix of `text` that is a prefix of a stop string."""
-        longest = min(len(text), max(map(len, self._stops)) - 1)
-        for length in range(longest, 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
-
+from omni_proxy.replica.text.stop_strings import StopStrings
 
 FinishReason = Literal["stop", "length", "abort"]
 

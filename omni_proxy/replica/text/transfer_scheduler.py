@@ -44,7 +44,7 @@ from omni_proxy.replica.kv_transfer.transfer_thread import TransferThread
 from omni_proxy.replica.kv_transfer.wire import Identity
 from omni_proxy.replica.models.kv import PAGE_TOKENS, SequenceKV
 from omni_proxy.replica.pipeline.messages import Emit, Result, StageFailure, StageInput
-from omni_proxy.replica.text.constraint import CompiledConstraint
+from omni_proxy.replica.text.json_schema import CompiledConstraint
 from omni_proxy.replica.text.operations import OperationOutcome, StepDone
 from omni_proxy.replica.text.prompt import Prompt
 from omni_proxy.replica.text.scheduler import TextScheduler

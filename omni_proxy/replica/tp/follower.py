@@ -15,7 +15,7 @@ from typing import Any, cast
 import msgspec
 
 from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Emit, StageInput, StageOutput
-from omni_proxy.replica.text.constraint import CompiledConstraint
+from omni_proxy.replica.text.json_schema import CompiledConstraint
 from omni_proxy.replica.text.operations import PeerError, StepDone
 from omni_proxy.replica.text.scheduler import TextScheduler
 from omni_proxy.replica.tp.group import (

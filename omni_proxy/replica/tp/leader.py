@@ -45,7 +45,7 @@ from omni_proxy.replica.pipeline.stage_process import (
     command,
     encode_frame,
 )
-from omni_proxy.replica.text.constraint import CompiledConstraint
+from omni_proxy.replica.text.json_schema import CompiledConstraint
 from omni_proxy.replica.text.operations import StepDone
 from omni_proxy.replica.text.scheduler import TextScheduler
 from omni_proxy.replica.tp.group import (

@@ -62,7 +62,7 @@ from omni_proxy.replica.api.openai.to_generate_request import (
 )
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.pipeline.requests import CompletionResult, GenerateChunk, GenerateRequest
-from omni_proxy.replica.text.sequence import StopStrings
+from omni_proxy.replica.text.stop_strings import StopStrings
 
 
 def truncate_at_stop(text: str, stops: Sequence[str]) -> str:

@@ -57,7 +57,7 @@ from omni_proxy.replica.api.openai.to_generate_request import (
 )
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.pipeline.requests import CompletionResult, GenerateChunk, GenerateRequest
-from omni_proxy.replica.text.sequence import StopStrings
+from omni_proxy.replica.text.stop_strings import StopStrings
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 

@@ -31,7 +31,7 @@ from omni_proxy.replica.api.common.media import (
 )
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.pipeline.requests import PromptMessage, SamplingParams
-from omni_proxy.replica.text.constraint import (
+from omni_proxy.replica.text.json_schema import (
     ANY_OBJECT,
     ConstraintError,
     MissingLibraryError,
