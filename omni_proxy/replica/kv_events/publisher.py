@@ -359,7 +359,7 @@ class PublishedChanges:
         self._publisher = publisher
         self._held = HeldBlocks(publisher.settings.block_size)
 
-    def on_kept(self, tokens: tuple[int, ...], dropped: Sequence[tuple[int, ...]]) -> None:
+    def on_stored(self, tokens: tuple[int, ...], dropped: Sequence[tuple[int, ...]]) -> None:
         self._publisher.publish(self._held.change(tokens, dropped))
 
     def on_cleared(self) -> None:

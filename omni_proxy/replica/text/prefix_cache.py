@@ -1,6 +1,6 @@
 """Prefix cache: keys and values of finished sequences, reused for prompts with a common prefix.
 
-Invariant: never more entries or bytes than allowed, and no entry is a prefix of another; `lend`
+Invariant: never more entries or bytes than allowed, and no entry is a prefix of another. A query
 returns a copy, so an entry is never written to. Only what was computed in the current epoch (that
 is, with the current weights) is stored.
 """
@@ -25,7 +25,7 @@ class CacheableKV(Protocol):
 class CacheListener(Protocol):
     """Called after each change of the entries, in the thread that made it."""
 
-    def on_kept(self, tokens: tuple[int, ...], dropped: Sequence[tuple[int, ...]]) -> None:
+    def on_stored(self, tokens: tuple[int, ...], dropped: Sequence[tuple[int, ...]]) -> None:
         """An entry with `tokens` was stored; the entries in `dropped` were evicted for it."""
 
     def on_cleared(self) -> None: ...
@@ -61,7 +61,7 @@ class PrefixCache(Generic[KV]):
     def nbytes(self) -> int:
         return sum(entry.kv.nbytes for entry in self._entries)
 
-    def lend(self, tokens: Sequence[int]) -> KV | None:
+    def copy_longest_prefix(self, tokens: Sequence[int]) -> KV | None:
         """Return a copy of the KV with the longest common prefix with `tokens`, or None.
 
         It never covers the last token, which has to be computed for its logits.
@@ -75,10 +75,10 @@ class PrefixCache(Generic[KV]):
         if best is None:
             return None
         self._touch(best)
-        lent: KV = best.kv.fork(length)  # type: ignore[assignment]  # a KV forks into its own type
-        return lent
+        copy: KV = best.kv.fork(length)  # type: ignore[assignment]  # a KV forks into its own type
+        return copy
 
-    def keep(self, tokens: Sequence[int], kv: KV, epoch: int) -> bool:
+    def store(self, tokens: Sequence[int], kv: KV, epoch: int) -> bool:
         """Store the KV of exactly `tokens`, begun in `epoch`; return whether it was stored."""
         key = tuple(tokens)
         if epoch != self.epoch or len(key) < self._min_tokens:
@@ -97,7 +97,7 @@ class PrefixCache(Generic[KV]):
         while len(self) > self._max_entries or self.nbytes > self._max_bytes:
             dropped.append(self._entries.pop(0))
         if self.listener is not None:
-            self.listener.on_kept(key, [other.tokens for other in dropped])
+            self.listener.on_stored(key, [other.tokens for other in dropped])
         return True
 
     def flush(self) -> int:

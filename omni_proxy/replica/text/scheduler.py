@@ -437,8 +437,8 @@ class TextScheduler:
 
     def _start(self, sequence: Sequence) -> None:
         """Give an admitted sequence its KV, with the cached prefix if there is one."""
-        lent = self.cache.lend(sequence.tokens)
-        sequence.begin(lent or self.worker.new_kv(), self.cache.epoch)
+        cached = self.cache.copy_longest_prefix(sequence.tokens)
+        sequence.begin(cached or self.worker.new_kv(), self.cache.epoch)
         if sequence.begun == 1:
             sequence.cached_tokens = sequence.computed
             self._metrics.prompt_tokens += len(sequence.prompt.token_ids)
@@ -473,7 +473,7 @@ class TextScheduler:
     def _finish(self, sequence: Sequence) -> None:
         self.batch_queue.remove(sequence)
         if sequence.kv is not None:
-            self.cache.keep(sequence.tokens[: sequence.computed], sequence.kv, sequence.epoch)
+            self.cache.store(sequence.tokens[: sequence.computed], sequence.kv, sequence.epoch)
         self._answer(sequence, sequence.result(self.weight_version, self._clock()))
 
     def _answer(self, sequence: Sequence, data: dict[str, Any]) -> None:

@@ -237,8 +237,8 @@ def test_closing_a_publisher_whose_thread_failed_closes_its_files(opened, monkey
 def test_changes_of_a_cache_are_published(context, opened):
     publisher = opened(block_size=2)
     changes = PublishedChanges(publisher)
-    changes.on_kept((1, 2, 3), [])
-    changes.on_kept((1, 2), [])  # covered by the entry above
+    changes.on_stored((1, 2, 3), [])
+    changes.on_stored((1, 2), [])  # covered by the entry above
     changes.on_cleared()
     events = [
         msgspec.msgpack.decode(frames[-1])[1] for frames in until_replayed(context, publisher, 2)
@@ -372,7 +372,7 @@ class EventsOfACache(RuleBasedStateMachine):
         self.reader = Reader()
         self.entries = []
 
-    def on_kept(self, tokens, dropped):
+    def on_stored(self, tokens, dropped):
         self.entries = [entry for entry in self.entries if entry not in dropped] + [tokens]
         self.reader.read(self.blocks.change(tokens, dropped))
 
@@ -381,12 +381,12 @@ class EventsOfACache(RuleBasedStateMachine):
         self.reader.read(self.blocks.clear())
 
     @rule(tokens=token_lists)
-    def keep(self, tokens):
-        self.cache.keep(tokens, Tokens(tuple(tokens)), self.cache.epoch)
+    def store(self, tokens):
+        self.cache.store(tokens, Tokens(tuple(tokens)), self.cache.epoch)
 
     @rule(tokens=token_lists.filter(bool))
-    def lend(self, tokens):
-        self.cache.lend(tokens)
+    def copy_longest_prefix(self, tokens):
+        self.cache.copy_longest_prefix(tokens)
 
     @rule()
     def flush(self):

@@ -49,18 +49,18 @@ class AgainstADict(RuleBasedStateMachine):
         self.entries[key] = self.entries.pop(key)
 
     @rule(tokens=token_lists)
-    def keep(self, tokens):
+    def store(self, tokens):
         key = tuple(tokens)
-        kept = self.cache.keep(tokens, FakeKV(key), self.cache.epoch)
+        stored = self.cache.store(tokens, FakeKV(key), self.cache.epoch)
         covering = [entry for entry in self.entries if entry[: len(key)] == key]
         if len(key) < MIN_TOKENS or BYTES_PER_TOKEN * len(key) > MAX_BYTES:
-            assert not kept
+            assert not stored
             return
         if covering:
-            assert not kept
+            assert not stored
             self.use(covering[0])
             return
-        assert kept
+        assert stored
         for entry in list(self.entries):
             if key[: len(entry)] == entry:
                 del self.entries[entry]
@@ -72,13 +72,13 @@ class AgainstADict(RuleBasedStateMachine):
             del self.entries[next(iter(self.entries))]
 
     @rule(tokens=token_lists.filter(bool))
-    def lend(self, tokens):
-        lent = self.cache.lend(tokens)
+    def copy_longest_prefix(self, tokens):
+        copy = self.cache.copy_longest_prefix(tokens)
         best = max((shared_length(entry, tokens[:-1]) for entry in self.entries), default=0)
         if best < MIN_TOKENS:
-            assert lent is None
+            assert copy is None
             return
-        assert lent.tokens == tuple(tokens[:best])
+        assert copy.tokens == tuple(tokens[:best])
         latest = [entry for entry in self.entries if shared_length(entry, tokens[:-1]) == best][-1]
         self.use(latest)
 
@@ -88,8 +88,8 @@ class AgainstADict(RuleBasedStateMachine):
         self.entries.clear()
 
     @rule(tokens=token_lists)
-    def keep_after_a_flush(self, tokens):
-        assert not self.cache.keep(tokens, FakeKV(tuple(tokens)), self.cache.epoch - 1)
+    def store_after_a_flush(self, tokens):
+        assert not self.cache.store(tokens, FakeKV(tuple(tokens)), self.cache.epoch - 1)
 
     @invariant()
     def sizes_are_equal(self):
@@ -101,14 +101,14 @@ TestAgainstADict = AgainstADict.TestCase
 TestAgainstADict.settings = settings(max_examples=examples(60), stateful_step_count=30)
 
 
-def test_a_cache_of_zero_entries_keeps_nothing():
+def test_a_cache_of_zero_entries_stores_nothing():
     cache = PrefixCache(0, 1000, 2)
-    assert not cache.keep([1, 2, 3], FakeKV((1, 2, 3)), 0)
-    assert cache.lend([1, 2, 3, 4]) is None
+    assert not cache.store([1, 2, 3], FakeKV((1, 2, 3)), 0)
+    assert cache.copy_longest_prefix([1, 2, 3, 4]) is None
 
 
-def test_a_lent_prefix_never_covers_the_last_token():
+def test_a_copied_prefix_never_covers_the_last_token():
     cache = PrefixCache(4, 1000, 2)
-    cache.keep([1, 2, 3, 4], FakeKV((1, 2, 3, 4)), 0)
-    assert cache.lend([1, 2, 3, 4]).tokens == (1, 2, 3)
-    assert cache.lend([1, 2]) is None
+    cache.store([1, 2, 3, 4], FakeKV((1, 2, 3, 4)), 0)
+    assert cache.copy_longest_prefix([1, 2, 3, 4]).tokens == (1, 2, 3)
+    assert cache.copy_longest_prefix([1, 2]) is None
