@@ -163,8 +163,8 @@ class UpdateOptions:
 
 
 @dataclass(slots=True)
-class UpdateSession:
-    """The tensors received between begin and end of one sync, swapped in together at its end."""
+class OpenUpdate:
+    """The tensors received between begin and end of an update, swapped in together at its end."""
 
     staged: StagedTensors
     weight_version: str | None = None
@@ -176,22 +176,22 @@ class Lifecycle:
     def __init__(self, scheduler: TextScheduler, target: LiveTensors) -> None:
         self._scheduler = scheduler
         self._target = target
-        self.session: UpdateSession | None = None
+        self.open_update: OpenUpdate | None = None
         self.integrity = VersionIntegrity()
 
     @property
     def version(self) -> str:
         return self._scheduler.weight_version
 
-    def open_session(self) -> None:
-        self.session = UpdateSession(StagedTensors(self._target))
+    def begin_update(self) -> None:
+        self.open_update = OpenUpdate(StagedTensors(self._target))
 
-    def drop_session(self) -> Generator[Step, Any, None]:
-        """Discard the open session, if there is one."""
-        session, self.session = self.session, None
-        if session is not None:
+    def discard_update(self) -> Generator[Step, Any, None]:
+        """Discard the open update, if there is one."""
+        open_update, self.open_update = self.open_update, None
+        if open_update is not None:
             with suppress(PeerError):
-                yield BackgroundStep(session.staged.forget)
+                yield BackgroundStep(open_update.staged.forget)
 
     def update_when_idle(
         self,
@@ -199,18 +199,20 @@ class Lifecycle:
         staging: StagingSteps,
         details: PayloadFields,
         *,
-        in_session: bool = True,
+        into_open_update: bool = True,
     ) -> Generator[Step, Any, OperationOutcome]:
         """Run one update, refused if requests are running; `details` become part of the result.
 
-        An open session keeps the new weights until its end; with `in_session` False, the update
-        takes effect immediately.
+        An open update collects the new weights until its end; with `into_open_update` False, this
+        one takes effect immediately.
         """
         active = self._scheduler.active_ids()
         if active and not (options.abort_all_requests or self._retracted):
             staging.close()
             return self._refuse(options, active)
-        answer = yield from self.apply_update(options, staging, details, in_session=in_session)
+        answer = yield from self.apply_update(
+            options, staging, details, into_open_update=into_open_update
+        )
         return answer
 
     def apply_update(
@@ -219,7 +221,7 @@ class Lifecycle:
         staging: StagingSteps,
         details: PayloadFields,
         *,
-        in_session: bool = True,
+        into_open_update: bool = True,
     ) -> Generator[Step, Any, OperationOutcome]:
         """Like `update_when_idle`, but not refused if requests are running."""
         dropped, flushed = 0, None
@@ -228,8 +230,8 @@ class Lifecycle:
             staged = yield from staging
             if options.abort_all_requests:
                 dropped = self._scheduler.drop_all()
-            if self.session is not None and in_session:
-                self._keep(self.session, staged, options)
+            if self.open_update is not None and into_open_update:
+                self._keep(self.open_update, staged, options)
             else:
                 yield from self.swap(staged, options)
                 flushed = True if options.flush_cache else None
@@ -264,26 +266,26 @@ class Lifecycle:
         if options.torch_empty_cache and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def end_session(self, *, running: bool = False) -> Generator[Step, Any, OperationOutcome]:
-        """Swap in the session's tensors and end it.
+    def end_update(self, *, running: bool = False) -> Generator[Step, Any, OperationOutcome]:
+        """Swap in the tensors of the open update and end it.
 
         Refused if requests are running, unless `running` allows it; they are recomputed then.
         """
-        session, scheduler = self.session, self._scheduler
-        if session is None:
-            details = "no weight-update session is open; call begin_weight_update() first"
+        open_update, scheduler = self.open_update, self._scheduler
+        if open_update is None:
+            details = "no weight update is open; call begin_weight_update() first"
             return False, details, {}, details
         active = scheduler.active_ids()
         if active and not scheduler.paused and not running:
             return self._refuse(UpdateOptions(), active)
-        count = len(session.staged)
-        options = UpdateOptions(weight_version=session.weight_version, pause_on_failure=True)
+        count = len(open_update.staged)
+        options = UpdateOptions(weight_version=open_update.weight_version, pause_on_failure=True)
         try:
-            yield from self.swap(session.staged, options)
+            yield from self.swap(open_update.staged, options)
         except Exception as error:  # of any kind, as in `apply_update`
-            yield from self.drop_session()
+            yield from self.discard_update()
             return self.failed(options, error, {"tensors": count})
-        self.session = None
+        self.open_update = None
         data = {"tensors": count, "weight_version": scheduler.weight_version}
         return True, "Succeeded to end weight update.", data, None
 
@@ -303,9 +305,9 @@ class Lifecycle:
         self._hold()
 
     def name_version(self, version: str) -> None:
-        """Set the version of the live weights; with an open session, of the weights at its end."""
-        if self.session is not None:
-            self.session.weight_version = version
+        """Set the version of the live weights; with an open update, of the weights at its end."""
+        if self.open_update is not None:
+            self.open_update.weight_version = version
         else:
             self._scheduler.weight_version = version
 
@@ -313,10 +315,10 @@ class Lifecycle:
     def _retracted(self) -> bool:
         return self._scheduler.paused and self._scheduler.pause_mode == "retract"
 
-    def _keep(self, session: UpdateSession, staged: StagedTensors, options: UpdateOptions) -> None:
-        session.staged.update(staged)
+    def _keep(self, open_update: OpenUpdate, staged: StagedTensors, options: UpdateOptions) -> None:
+        open_update.staged.update(staged)
         if options.weight_version is not None:
-            session.weight_version = options.weight_version
+            open_update.weight_version = options.weight_version
 
     def _hold(self) -> None:
         """Pause in place, unless the stage is already paused."""

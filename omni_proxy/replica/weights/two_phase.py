@@ -6,7 +6,7 @@ The stage generates between and during these; only the swap halts it. With `buck
 applies all of them. With one bucket's names at the top level, each completion applies that bucket,
 so the weights may be of two versions until a completion carries a version or a flush: `/model_info`
 and every answer report it (`weights`, `buckets_applied`). After begin_weight_update, all buckets
-are applied together at the session's end. If a receive fails, the old weights are unchanged.
+are applied together by end_weight_update. If a receive fails, the old weights are unchanged.
 """
 
 from __future__ import annotations

@@ -129,11 +129,15 @@ class WeightActions:
         scheduler.register_admin("continue_generation", continue_generation)
 
     def _facts(self) -> dict[str, Any]:
-        session = self._lifecycle.session
+        open_update = self._lifecycle.open_update
+        tensors = None if open_update is None else len(open_update.staged)
         return (
             self._sync.facts()
             | self._lifecycle.integrity.facts()
-            | {"session_tensors": None if session is None else len(session.staged)}
+            | {
+                "open_update_tensors": tensors,
+                "session_tensors": tensors,  # the old name, for one release
+            }
         )
 
     # Updates
@@ -147,14 +151,14 @@ class WeightActions:
         # For calls in vLLM's format, running requests are recomputed.
         beside = payload.get("beside_requests", False)
         update = self._lifecycle.apply_update if beside else self._lifecycle.update_when_idle
-        answer = yield from update(options, staging, {}, in_session=False)
+        answer = yield from update(options, staging, {}, into_open_update=False)
         success, message, data, error = answer
         if success:
             message = "Succeeded to update model weights."
             scheduler.model_path = payload["model_path"]
             scheduler.load_format = payload.get("load_format") or scheduler.load_format
             # The whole model was replaced: discard tensors gathered for the previous one.
-            yield from self._lifecycle.drop_session()
+            yield from self._lifecycle.discard_update()
         response = {
             "model_path": payload.get("model_path"),
             "weight_version": scheduler.weight_version,
@@ -231,7 +235,7 @@ class WeightActions:
             return False, message, response | status, message
         # A new group begins a new sync: the trainer won't end an older one.
         self._lifecycle.integrity.broken()
-        yield from self._lifecycle.drop_session()
+        yield from self._lifecycle.discard_update()
         return True, "Succeeded to initialize custom process group.", response, None
 
     def destroy_weights_update_group(self, order: Admin) -> Steps:
@@ -251,17 +255,15 @@ class WeightActions:
         yield from ()
         if selector not in SELECTORS:
             return failure(f"there is no {selector!r} model here: selector must be all or target")
-        if self._lifecycle.session is not None:
-            return failure(
-                "a weight-update session is already open; call end_weight_update() first"
-            )
-        self._lifecycle.open_session()
+        if self._lifecycle.open_update is not None:
+            return failure("a weight update is already open; call end_weight_update() first")
+        self._lifecycle.begin_update()
         return True, "Succeeded to begin weight update.", {"selector": selector}, None
 
     def end_weight_update(self, order: Admin) -> Steps:
         if (refusal := self._busy()) is not None:
             return refusal
-        answer = yield from self._lifecycle.end_session()
+        answer = yield from self._lifecycle.end_update()
         return answer
 
     def update_weight_version(self, order: Admin) -> Steps:

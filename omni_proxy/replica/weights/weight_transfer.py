@@ -4,7 +4,7 @@
 vLLM's protocol does not name the group: keys in the store of rank 0, the trainer, begin with the
 group's address (`Rendezvous.stateless`). Tensors received between start and finish are gathered and
 swapped in only by finish, so a failed update leaves the old weights unchanged; as in vLLM, it ends
-the session. Running requests do not prevent an update: they are recomputed after the swap.
+the open update. Running requests do not prevent an update: they are recomputed after the swap.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from omni_proxy.replica.pipeline.messages import Admin
 from omni_proxy.replica.text.operations import BackgroundStep, PeerError, Steps, failure
 from omni_proxy.replica.weights.lifecycle import (
     Lifecycle,
+    OpenUpdate,
     StagingSteps,
     UpdateOptions,
-    UpdateSession,
 )
 from omni_proxy.replica.weights.live_tensors import LiveTensors, StagedTensors
 from omni_proxy.replica.weights.receive_state import CallOutOfOrder
@@ -151,12 +151,12 @@ class WeightTransfer:
             return failure(str(error))
         self._form, self._joined = form, True
         self._lifecycle.integrity.broken()
-        yield from self._lifecycle.drop_session()
+        yield from self._lifecycle.discard_update()
         response = {"rank": rendezvous.rank, "world_size": rendezvous.world_size}
         return True, "Weight transfer initialized", response, None
 
     def shutdown_weight_transfer_engine(self, order: Admin) -> Steps:
-        if self._lifecycle.session is not None:
+        if self._lifecycle.open_update is not None:
             return failure(IN_UPDATE)
         if self._joined:
             yield from self._leave()
@@ -166,36 +166,36 @@ class WeightTransfer:
         yield from ()
         if order.payload.get("draft"):
             return failure(NO_DRAFT)
-        if self._lifecycle.session is not None:
+        if self._lifecycle.open_update is not None:
             return failure(STARTED)
-        self._lifecycle.open_session()
+        self._lifecycle.begin_update()
         return True, "Weight update started", {}, None
 
     def update_weights(self, order: Admin) -> Steps:
-        """Receive the announced tensors into the session."""
-        session = self._lifecycle.session
-        if session is None:
+        """Receive the announced tensors into the open update."""
+        open_update = self._lifecycle.open_update
+        if open_update is None:
             return failure(NOT_STARTED)
         if not self._joined:
-            yield from self._lifecycle.drop_session()
+            yield from self._lifecycle.discard_update()
             return failure(NOT_JOINED)
         box: list[PendingTransfer] = []
         options = UpdateOptions(whole=False)
-        staging = self._receive(order.payload.get("update_info"), session, box)
+        staging = self._receive(order.payload.get("update_info"), open_update, box)
         success, message, data, error = yield from self._lifecycle.apply_update(
             options, staging, {}
         )
         for current in box:
             yield from self._sync.settle(current, kept=success)
         if not success:
-            if self._lifecycle.session is session:
-                yield from self._lifecycle.drop_session()
+            if self._lifecycle.open_update is open_update:
+                yield from self._lifecycle.discard_update()
             return failure(message.replace("init_weights_update_group", INIT))
         return True, "Weights updated", data, error
 
     def finish_weight_update(self, order: Admin) -> Steps:
-        session = self._lifecycle.session
-        if session is None:
+        open_update = self._lifecycle.open_update
+        if open_update is None:
             return failure(NO_MATCH)
         self._sync.refresh()
         try:
@@ -204,8 +204,8 @@ class WeightTransfer:
             return failure(str(refusal))
         version = order.payload.get("weight_version")
         if version is not None:
-            session.weight_version = str(version)
-        success, message, data, error = yield from self._lifecycle.end_session(running=True)
+            open_update.weight_version = str(version)
+        success, message, data, error = yield from self._lifecycle.end_update(running=True)
         return success, "Weight update finished" if success else message, data, error
 
     def reset_weights(self, order: Admin) -> Steps:
@@ -226,7 +226,7 @@ class WeightTransfer:
             yield from self._sync.leave(GROUP_NAME)
 
     def _receive(
-        self, info: Any, session: UpdateSession, box: list[PendingTransfer]
+        self, info: Any, open_update: OpenUpdate, box: list[PendingTransfer]
     ) -> StagingSteps:
         if isinstance(info, list):  # one for each rank of the engine
             place = self._rank
@@ -242,7 +242,7 @@ class WeightTransfer:
         self._sync.completing(GROUP_NAME)
         yield from self._sync.await_received(current, terms.receive_secs, halting=False)
         staged: StagedTensors = yield BackgroundStep(lambda: self._sync.stage(current))
-        if self._lifecycle.session is not session:
+        if self._lifecycle.open_update is not open_update:
             staged.forget()
             raise GroupError("the weight update was ended while tensors were being received")
         return staged

@@ -157,7 +157,7 @@ def test_tensors_of_every_float_type_may_be_sent_one_by_one(sync, dtype):
     assert has_weights(sync.stage, bucket)
 
 
-def test_the_buckets_of_a_session_are_applied_together_at_its_end(sync):
+def test_the_buckets_of_an_open_update_are_applied_together_at_its_end(sync):
     stage = sync.stage
     assert stage.admin("begin_weight_update").success
     for bucket in (A, B):
@@ -166,7 +166,7 @@ def test_the_buckets_of_a_session_are_applied_together_at_its_end(sync):
         assert sync.complete(weight_version="v3").success
         assert has_weights(stage)
         assert stage.facts()["weight_version"] == "default"
-    assert sync.facts()["session_tensors"] == 3
+    assert sync.facts()["open_update_tensors"] == sync.facts()["session_tensors"] == 3
     sync.prepare(single_bucket(A))
     refused = stage.admin("end_weight_update")
     assert (refused.success, refused.data["status_code"]) == (False, 409)

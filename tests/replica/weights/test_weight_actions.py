@@ -274,10 +274,10 @@ def test_an_invalid_group_is_refused_at_once(stage, changes, reason):
     assert stage.facts()["engine_paused"] is False
 
 
-# Sessions of several updates
+# An open update of several calls
 
 
-def test_the_updates_of_a_session_take_effect_together_at_its_end(stage):
+def test_the_parts_of_an_open_update_take_effect_together_at_its_end(stage):
     old, new = weights_of(0), some_weights(1, UP, LAST_NORM)
     before = stage.checksum()
     assert stage.admin("begin_weight_update", selector="all").success
@@ -292,7 +292,7 @@ def test_the_updates_of_a_session_take_effect_together_at_its_end(stage):
     assert stage.facts()["weight_version"] == "v2"
 
 
-def test_a_failed_update_leaves_the_session_open_and_the_old_weights(stage):
+def test_a_failed_part_leaves_the_update_open_and_the_old_weights(stage):
     before = stage.checksum()
     stage.admin("begin_weight_update")
     update_from_tensor(stage, some_weights(1, UP))
@@ -302,28 +302,26 @@ def test_a_failed_update_leaves_the_session_open_and_the_old_weights(stage):
     assert stage.checksum() == checksum_of(weights_of(0) | some_weights(1, UP))
 
 
-def test_a_session_is_opened_and_closed_once(stage):
+def test_an_update_is_opened_and_closed_once(stage):
     result = stage.admin("end_weight_update")
     assert not result.success
-    assert result.error.startswith("no weight-update session is open; ")
+    assert result.error.startswith("no weight update is open; ")
     assert stage.admin("begin_weight_update").success
     result = stage.admin("begin_weight_update")
     assert not result.success
-    assert result.error == (
-        "a weight-update session is already open; call end_weight_update() first"
-    )
+    assert result.error == ("a weight update is already open; call end_weight_update() first")
     assert stage.admin("end_weight_update").success
     assert not stage.admin("begin_weight_update", selector="draft").success
 
 
-def test_a_session_does_not_end_under_running_requests(stage):
+def test_an_open_update_does_not_end_under_running_requests(stage):
     stage.admin("begin_weight_update")
     update_from_tensor(stage, some_weights(1, UP))
     request_id = stage.submit(max_new_tokens=300, stream=True)
     stage.next(ResultChunk)
     result = stage.admin("end_weight_update")
     assert result.error == "active requests present during weight update"
-    # A pause allows the end of the session: the requests are computed again.
+    # A pause allows the end of the update: the requests are computed again.
     stage.admin("pause_generation", mode="in_place")
     assert stage.admin("end_weight_update").success
     stage.admin("continue_generation")
@@ -331,7 +329,7 @@ def test_a_session_does_not_end_under_running_requests(stage):
     assert stage.checksum() == checksum_of(weights_of(0) | some_weights(1, UP))
 
 
-def test_an_update_of_all_weights_from_disk_ends_an_open_session(stage, tmp_path):
+def test_an_update_of_all_weights_from_disk_ends_an_open_update(stage, tmp_path):
     stage.admin("begin_weight_update")
     update_from_tensor(stage, some_weights(2, UP))
     stage_fixture.save(tmp_path / "new.safetensors", weights_of(1))

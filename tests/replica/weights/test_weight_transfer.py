@@ -183,7 +183,7 @@ def test_requests_run_during_an_update_with_the_old_weights():
         assert stage.generate()["token_ids"] != old["token_ids"]
 
 
-def test_an_update_from_disk_ends_a_session_and_drops_its_tensors(tmp_path):
+def test_an_update_from_disk_ends_an_open_update_and_drops_its_tensors(tmp_path):
     new, file = weights_of(1), save(tmp_path / "w.safetensors", weights_of(2))
     with running() as stage:
         group = join_group(stage)
@@ -197,7 +197,7 @@ def test_an_update_from_disk_ends_a_session_and_drops_its_tensors(tmp_path):
         assert stage.checksum() == checksum_of(weights_of(2))
 
 
-def test_a_lost_trainer_ends_the_session_and_keeps_the_old_weights():
+def test_a_lost_trainer_ends_the_open_update_and_keeps_the_old_weights():
     with running() as stage:
         group = join_group(stage)
         assert stage.admin("start_weight_update").success

@@ -217,7 +217,7 @@ async def test_a_number_that_is_not_finite_is_a_422(tiny, number):
         (DISTRIBUTED, {"names": ["a"], "dtypes": ["float32"], "shapes": [[10**30]]}, "larger than"),
         (CHECK, {"action": "x"}, "Unsupported weights_checker action 'x'"),
         (CHECK, {"action": "compare"}, "requires snapshot first"),
-        ("/end_weight_update", {}, "no weight-update session is open"),
+        ("/end_weight_update", {}, "no weight update is open"),
         ("/destroy_weights_update_group", {}, "The group to be destroyed does not exist."),
     ],
 )
@@ -312,10 +312,10 @@ async def test_tensors_in_a_request_are_a_501_unless_enabled(tiny):
     assert "is a pickle, which is never read" in reply["detail"]["message"]
 
 
-# Sessions, versions, and tensors by name
+# Open updates, versions, and tensors by name
 
 
-async def test_a_weight_update_session_over_http(tiny):
+async def test_an_open_weight_update_over_http(tiny):
     offered = tiny.with_options(enable_tensor_updates=True)
     before = await checksum(tiny)
     assert (await tiny.post("/begin_weight_update", b"")).status_code == 200
