@@ -40,7 +40,7 @@ def _divides(config: LlamaConfig, size: int) -> bool:
     )
 
 
-def _either(sizes: list[int]) -> str:
+def _join_with_or(sizes: list[int]) -> str:
     *most, last = map(str, sizes)
     return f"{', '.join(most)} or {last}" if most else last
 
@@ -60,57 +60,63 @@ class Shard:
                 f"--tp {self.size} does not divide this model: its "
                 f"{config.num_attention_heads} attention heads, {config.num_key_value_heads} "
                 f"key-value heads and inner size of {config.intermediate_size} can be split over "
-                f"{_either(sizes_for(config))} processes"
+                f"{_join_with_or(sizes_for(config))} processes"
             )
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank {self.rank} is not one of {self.size} ranks")
 
     @property
     def heads(self) -> range:
-        return _share(self.config.num_attention_heads, self.rank, self.size)
+        return _rank_range(self.config.num_attention_heads, self.rank, self.size)
 
     @property
     def kv_heads(self) -> range:
         """The key-value heads that the rank's attention heads use."""
-        return _share(self.config.num_key_value_heads, self.rank, self.size)
+        return _rank_range(self.config.num_key_value_heads, self.rank, self.size)
 
     @property
     def inner(self) -> range:
         """The rank's part of the features between gate/up and down."""
-        return _share(self.config.intermediate_size, self.rank, self.size)
+        return _rank_range(self.config.intermediate_size, self.rank, self.size)
 
-    def cut(self, name: str) -> TensorSlice | None:
+    def slice_of(self, name: str) -> TensorSlice | None:
         """This rank's slice of the tensor of this name; None means all of it."""
         config, words = self.config, name.split(".")
         layer_part = words[-2] if len(words) > 2 and words[-1] == "weight" else ""
         match layer_part:
             case "q_proj":
-                return _scaled(ROWS, self.heads, config.num_attention_heads, config.head_size)
+                return _slice_in_units(
+                    ROWS, self.heads, config.num_attention_heads, config.head_size
+                )
             case "k_proj" | "v_proj":
-                return _scaled(ROWS, self.kv_heads, config.num_key_value_heads, config.head_size)
+                return _slice_in_units(
+                    ROWS, self.kv_heads, config.num_key_value_heads, config.head_size
+                )
             case "o_proj":
-                return _scaled(COLUMNS, self.heads, config.num_attention_heads, config.head_size)
+                return _slice_in_units(
+                    COLUMNS, self.heads, config.num_attention_heads, config.head_size
+                )
             case "gate_proj" | "up_proj":
-                return _scaled(ROWS, self.inner, config.intermediate_size, 1)
+                return _slice_in_units(ROWS, self.inner, config.intermediate_size, 1)
             case "down_proj":
-                return _scaled(COLUMNS, self.inner, config.intermediate_size, 1)
+                return _slice_in_units(COLUMNS, self.inner, config.intermediate_size, 1)
         return None
 
     def shard_of(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's slice of a whole tensor, without a copy."""
-        cut = self.cut(name)
-        return tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start)
+        own = self.slice_of(name)
+        return tensor if own is None else tensor.narrow(own.dim, own.start, own.stop - own.start)
 
-    def whole_shape(self, name: str, held: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole tensor whose slice at this rank has the shape `held`."""
-        cut, shape = self.cut(name), list(held)
-        if cut is not None:
-            shape[cut.dim] = cut.length
+    def whole_shape(self, name: str, own_shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole tensor whose slice at this rank has `own_shape`."""
+        own, shape = self.slice_of(name), list(own_shape)
+        if own is not None:
+            shape[own.dim] = own.length
         return tuple(shape)
 
     def gather(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Join all ranks' slices, in the order of the ranks, into the whole tensor."""
-        if self.cut(name) is None:
+        if self.slice_of(name) is None:
             return parts[self.rank]
         whole = parts[0].new_empty(self.whole_shape(name, parts[0].shape))
         for rank, part in enumerate(parts):
@@ -118,10 +124,10 @@ class Shard:
         return whole
 
 
-def _share(count: int, rank: int, size: int) -> range:
+def _rank_range(count: int, rank: int, size: int) -> range:
     start = rank * count // size
     return range(start, start + max(1, count // size))
 
 
-def _scaled(dim: int, share: range, count: int, width: int) -> TensorSlice:
-    return TensorSlice(dim, share.start * width, share.stop * width, count * width)
+def _slice_in_units(dim: int, units: range, unit_count: int, unit_size: int) -> TensorSlice:
+    return TensorSlice(dim, units.start * unit_size, units.stop * unit_size, unit_count * unit_size)

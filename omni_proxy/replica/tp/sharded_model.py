@@ -1,17 +1,14 @@
-"""The part of a text model that one rank holds: weight slices, layers, a mirror of the KV caches.
+"""The part of a text model that one rank holds: slices of the weights, and layers that use them.
 
 Invariant: every rank runs the same batches in the same order, and the activations between two
 layers are the same at all ranks. Every rank holds embedding and norms; only the leader computes
-logits. The leader sends forks, truncations and ends of KVs with the next step (`KVJournal`); after
-it, each KV that the leader holds has the same length at every rank.
+logits.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -38,8 +35,6 @@ NamedTensor = tuple[str, Tensor]
 
 # Slices of one rank that are gathered by one operation: each takes some 0.2 ms besides the copying.
 GATHER_BYTES = 1 << 20
-FORK, TRUNCATE, FREE = "fork", "truncate", "free"
-Entry = Sequence[Any]  # one of the three operations, then the number of the KV
 
 
 class ShardedAttention(Attention):
@@ -80,14 +75,14 @@ class ShardedLlama(Llama):
     def __init__(self, whole: Llama, shard: Shard, add_up: Sum) -> None:
         super().__init__(whole.config)
         self.shard = shard
-        for each in self.model.layers:
-            layer = cast("Layer", each)
+        for module in self.model.layers:
+            layer = cast("Layer", module)
             layer.self_attn = ShardedAttention(shard, add_up)
             layer.mlp = ShardedMLP(shard, add_up)
         values = dict(whole.named_parameters())
         with torch.no_grad():
-            for name, held in self.named_parameters():
-                held.copy_(shard.shard_of(name, values[name]))
+            for name, parameter in self.named_parameters():
+                parameter.copy_(shard.shard_of(name, values[name]))
 
     @property
     def kv_shape(self) -> KVShape:
@@ -133,7 +128,7 @@ class RankWorker(ModelWorker):
         group: list[NamedTensor] = []
         nbytes = 0
         for name, tensor in tensors:
-            size = tensor.nbytes if self.model.shard.cut(name) is not None else 0
+            size = tensor.nbytes if self.model.shard.slice_of(name) is not None else 0
             if nbytes and nbytes + size > GATHER_BYTES:
                 yield group
                 group, nbytes = [], 0
@@ -144,82 +139,9 @@ class RankWorker(ModelWorker):
     def _gathered(self, group: Sequence[NamedTensor]) -> dict[str, Tensor]:
         """The whole tensors at rank 0, else none; raises RankLost."""
         shard = self.model.shard
-        slices = {name: tensor for name, tensor in group if shard.cut(name) is not None}
+        slices = {name: tensor for name, tensor in group if shard.slice_of(name) is not None}
         parts = self.group.gather(list(slices.values())) if slices else []
         if self.tp_rank:
             return {}
-        found = zip(slices, parts, strict=True)
-        return dict(group) | {name: shard.gather(name, each) for name, each in found}
-
-
-class KVJournal:
-    """Changes of the leader's KVs since the last step; any thread may free a KV."""
-
-    def __init__(self) -> None:
-        self._entries: deque[Entry] = deque()
-        self._numbers = count()
-
-    def number(self) -> int:
-        return next(self._numbers)
-
-    def note(self, *entry: Any) -> None:
-        self._entries.append(entry)
-
-    def take(self) -> list[Entry]:
-        return [self._entries.popleft() for _ in range(len(self._entries))]
-
-
-class MirroredKV(SequenceKV):
-    """The leader's part of a sequence's keys and values; it records changes in the journal."""
-
-    __slots__ = ("_journal", "number")
-
-    def __init__(self, shape: KVShape, like: Tensor, journal: KVJournal) -> None:
-        super().__init__(shape, like)
-        self.number = journal.number()
-        self._journal = journal
-
-    def fork(self, length: int) -> MirroredKV:
-        plain = super().fork(length)
-        copy = MirroredKV(self.shape, self._store, self._journal)
-        copy._hold(plain._store)
-        copy.length = length
-        self._journal.note(FORK, copy.number, self.number, length)
-        return copy
-
-    def truncate(self, length: int) -> None:
-        super().truncate(length)
-        self._journal.note(TRUNCATE, self.number, length)
-
-    def __del__(self) -> None:
-        journal = getattr(self, "_journal", None)  # missing if the allocation in __init__ failed
-        if journal is not None:
-            journal.note(FREE, self.number)
-
-
-class KVMirror:
-    """A follower's part of the leader's KVs; a KV that is new at the leader starts empty."""
-
-    def __init__(self, new_kv: Callable[[], SequenceKV]) -> None:
-        self._new_kv = new_kv
-        self._held: dict[int, SequenceKV] = {}
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def apply(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            match entry:
-                case (str(word), int(copy), int(number), int(length)) if word == FORK:
-                    self._held[copy] = self.kv(number).fork(length)
-                case (str(word), int(number), int(length)) if word == TRUNCATE:
-                    self.kv(number).truncate(length)
-                case (str(word), int(number)) if word == FREE:
-                    self._held.pop(number, None)
-                case _:
-                    raise ValueError(f"invalid journal entry from the leader: {entry!r}")
-
-    def kv(self, number: int) -> SequenceKV:
-        if number not in self._held:
-            self._held[number] = self._new_kv()
-        return self._held[number]
+        parts_by_name = zip(slices, parts, strict=True)
+        return dict(group) | {name: shard.gather(name, each) for name, each in parts_by_name}

@@ -220,7 +220,7 @@ class LiveTensors:
 
     def part_of(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of a whole tensor: the tensor itself, or a copy of a part."""
-        if self._shard is None or self._shard.cut(self.own_name(name)) is None:
+        if self._shard is None or self._shard.slice_of(self.own_name(name)) is None:
             return tensor
         return self._shard.shard_of(self.own_name(name), tensor).clone()
 

@@ -60,11 +60,13 @@ def test_columns_are_split_like_the_rows_that_produce_them(split):
     for rank in range(size):
         shard = Shard(config, rank, size)
         layer = "model.layers.0"
-        up, down = (shard.cut(f"{layer}.mlp.{name}.weight") for name in ("up_proj", "down_proj"))
+        up, down = (
+            shard.slice_of(f"{layer}.mlp.{name}.weight") for name in ("up_proj", "down_proj")
+        )
         assert (up.dim, down.dim) == (0, 1)
         assert (up.start, up.stop) == (down.start, down.stop)
-        queries = shard.cut(f"{layer}.self_attn.q_proj.weight")
-        attention_output = shard.cut(f"{layer}.self_attn.o_proj.weight")
+        queries = shard.slice_of(f"{layer}.self_attn.q_proj.weight")
+        attention_output = shard.slice_of(f"{layer}.self_attn.o_proj.weight")
         assert (queries.dim, attention_output.dim) == (0, 1)
         assert (queries.start, queries.stop) == (attention_output.start, attention_output.stop)
 
@@ -77,7 +79,7 @@ def test_columns_are_split_like_the_rows_that_produce_them(split):
 def test_embeddings_norms_and_unknown_names_are_held_whole(name):
     shard = Shard(tiny.CONFIG, 1, 2)
     tensor = torch.zeros(8, 4)
-    assert shard.cut(name) is None
+    assert shard.slice_of(name) is None
     assert shard.shard_of(name, tensor) is tensor
     assert shard.whole_shape(name, (8, 4)) == (8, 4)
 
