@@ -84,6 +84,17 @@ def error_type(status: int) -> str:
     return "invalid_request_error" if status < 500 else "server_error"
 
 
+def error_message(detail: Any) -> str:
+    """The text of an error's `detail`: a string, an aggregate, or a list of problems."""
+    if isinstance(detail, dict):
+        return str(detail["message"])
+    if isinstance(detail, list):
+        return "; ".join(
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in detail
+        )
+    return str(detail)
+
+
 def status_and_message(error: ClientError) -> tuple[int, str]:
     """The HTTP status and the message for an error of the pipeline client (note:api-server 1.3)."""
     if isinstance(error, QueueFullError):
@@ -107,12 +118,13 @@ def register_error_handlers(app: QuartTrio) -> None:
     """Register the handlers of these errors, and of Quart's own, with `app`."""
     app.register_error_handler(DetailError, _response_of)
     app.register_error_handler(OpenAIError, _response_of)
+    app.register_error_handler(SpeechError, _response_of)
     for kind in CLIENT_ERRORS:
         app.register_error_handler(kind, _client_failed)
     app.register_error_handler(HTTPException, _http_failed)
 
 
-async def _response_of(error: DetailError | OpenAIError) -> Response:
+async def _response_of(error: DetailError | OpenAIError | SpeechError) -> Response:
     return error.response()
 
 

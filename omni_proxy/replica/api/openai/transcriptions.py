@@ -45,7 +45,6 @@ from omni_proxy.replica.api.common.sse import (
     deferred_response,
 )
 from omni_proxy.replica.api.route_context import RouteContext
-from omni_proxy.replica.api.speech.speech_routes import register_speech_errors
 from omni_proxy.replica.pipeline.client import (
     CompletionResult,
     GenerateChunk,
@@ -353,7 +352,6 @@ def _to_generate_request(fields: TranscriptionFields, audio: dict[str, Any]) -> 
 
 
 def mount(app: QuartTrio, context: RouteContext) -> None:
-    register_speech_errors(app)
     close_streams_after_requests(app)
     routes = _Routes(context)
     for path, route in (

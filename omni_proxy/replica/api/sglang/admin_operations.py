@@ -19,7 +19,7 @@ from msgspec import Struct
 from quart import Response, request
 from quart_trio import QuartTrio
 
-from omni_proxy.replica.api.common.errors import DetailError, json_response
+from omni_proxy.replica.api.common.errors import DetailError, error_message, json_response
 from omni_proxy.replica.api.common.lenient_decode import MISSING, json_body, validate
 from omni_proxy.replica.api.route_context import RouteContext
 
@@ -124,17 +124,6 @@ def operation_view(context: RouteContext, route: OperationRoute) -> View:
         return json_response(route.top(await run_operation(context, route, body)))
 
     return view
-
-
-def error_message(detail: Any) -> str:
-    """The text of an error's `detail`: a string, an aggregate, or a list of problems."""
-    if isinstance(detail, dict):
-        return str(detail["message"])
-    if isinstance(detail, list):
-        return "; ".join(
-            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in detail
-        )
-    return str(detail)
 
 
 async def run_operation(

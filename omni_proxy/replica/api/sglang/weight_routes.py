@@ -13,7 +13,7 @@ from msgspec import Meta
 from quart import Response, request
 from quart_trio import QuartTrio
 
-from omni_proxy.replica.api.common.errors import DetailError, json_response
+from omni_proxy.replica.api.common.errors import DetailError, error_message, json_response
 from omni_proxy.replica.api.common.lenient_decode import MISSING, validate
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.api.sglang.admin_operations import ROUTES as OPERATION_ROUTES
@@ -22,7 +22,6 @@ from omni_proxy.replica.api.sglang.admin_operations import (
     OperationRoute,
     add_admin_envelope,
     admin_body,
-    error_message,
     operation_view,
     require_key,
     run_operation,

@@ -146,15 +146,6 @@ def _whole_file(speech: SpeechResult, speech_request: SpeechRequest, request_id:
     return Response(speech.data, 200, headers, content_type=speech.media_type)
 
 
-async def _speech_error_response(error: SpeechError) -> Response:
-    return error.response()
-
-
-def register_speech_errors(app: QuartTrio) -> None:
-    """Register the handler that answers a SpeechError in its format."""
-    app.register_error_handler(SpeechError, _speech_error_response)
-
-
 class _BatchRoutes:
     def __init__(self, context: RouteContext) -> None:
         self._max_items = context.tts_batch_max_items
@@ -207,9 +198,9 @@ class _BatchRoutes:
         self, index: int, fields: Mapping[str, Any], request_id: str
     ) -> dict[str, Any]:
         try:
-            ask = parse_speech_request(fields)
-            self._service.check(ask)
-            speech = await self._service.synthesize(ask, request_id)
+            item_request = parse_speech_request(fields)
+            self._service.check(item_request)
+            speech = await self._service.synthesize(item_request, request_id)
         except SpeechError as refusal:
             error = refusal.under(f"items.{index}").error()
             error_fields = {name: value for name, value in error.items() if value is not None}
@@ -218,7 +209,7 @@ class _BatchRoutes:
             "index": index,
             "status": "success",
             "audio_data": base64.b64encode(speech.data).decode(),
-            "format": ask.response_format,
+            "format": item_request.response_format,
             "media_type": speech.media_type,
             "finish_reason": speech.result.finish_reason or "unknown",
         }
@@ -234,7 +225,6 @@ def _refuse_stream(fields: Mapping[str, Any]) -> None:
 
 def mount(app: QuartTrio, context: RouteContext) -> None:
     routes = _Routes(context)
-    register_speech_errors(app)
     close_streams_after_requests(app)
     app.add_url_rule("/v1/audio/speech", "speech", routes.create, methods=["POST"])
     app.add_url_rule(

@@ -32,7 +32,6 @@ from omni_proxy.replica.api.common.media import (
     read_form,
 )
 from omni_proxy.replica.api.route_context import MIB, RouteContext
-from omni_proxy.replica.api.speech.speech_routes import register_speech_errors
 
 VOICE_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 RESERVED_NAMES: Final = ("default",)
@@ -77,9 +76,9 @@ class StoredVoice(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def default_folder() -> Path:
     """Return the folder set in the environment, or one in the user's cache."""
-    named = os.environ.get(FOLDER_VARIABLE)
-    if named:
-        return Path(named)
+    from_env = os.environ.get(FOLDER_VARIABLE)
+    if from_env:
+        return Path(from_env)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "omni-proxy" / "voices"
 
@@ -261,12 +260,11 @@ def _check_sample(sample: UploadedFile) -> None:
 
 def _store_of(context: RouteContext) -> VoiceStore:
     folder = Path(context.voices_dir) if context.voices_dir is not None else default_folder()
-    named = os.environ.get(MAX_VOICES_VARIABLE, "")
-    return VoiceStore(folder, int(named) if named.isdecimal() else context.max_voices)
+    from_env = os.environ.get(MAX_VOICES_VARIABLE, "")
+    return VoiceStore(folder, int(from_env) if from_env.isdecimal() else context.max_voices)
 
 
 def mount(app: QuartTrio, context: RouteContext) -> None:
-    register_speech_errors(app)
     routes = _Routes(_store_of(context))
     path = "/v1/audio/voices"
     app.add_url_rule(path, "voices", routes.list_voices, methods=["GET"])

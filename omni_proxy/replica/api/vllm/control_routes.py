@@ -24,10 +24,10 @@ from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.api.sglang.admin_operations import ModelFacts, model_facts, require_key
 from omni_proxy.replica.api.vllm.vllm_errors import (
     VllmError,
-    invalid,
-    phrase,
+    http_reason,
     query_choice,
     query_flag,
+    validation_error,
     vllm_view,
     worker_error,
 )
@@ -269,11 +269,11 @@ def _level() -> int:
         kind, text = "greater_than_equal", "Input should be greater than or equal to 0"
     elif given.isdecimal():
         kind, text = "less_than_equal", "Input should be less than or equal to 2"
-    raise invalid([problem(kind, ("query", "level"), text, given)])
+    raise validation_error([problem(kind, ("query", "level"), text, given)])
 
 
 def _framework_error(message: str) -> VllmError:
-    return VllmError(400, message, kind=phrase(400))
+    return VllmError(400, message, kind=http_reason(400))
 
 
 async def _object_body() -> dict[str, Any]:

@@ -36,7 +36,7 @@ from omni_proxy.replica.api.openai.to_generate_request import (
 )
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.api.sglang.generate import TokenId
-from omni_proxy.replica.api.vllm.vllm_errors import VllmError, invalid, vllm_view
+from omni_proxy.replica.api.vllm.vllm_errors import VllmError, validation_error, vllm_view
 from omni_proxy.replica.pipeline.requests import (
     CompletionResult,
     GenerateChunk,
@@ -94,7 +94,7 @@ class TokenRoutes:
         body = validate(TokensBody, given)
         if not body.token_ids:
             text = "List should have at least 1 item after validation, not 0"
-            raise invalid([problem("too_short", ("body", "token_ids"), text, [])])
+            raise validation_error([problem("too_short", ("body", "token_ids"), text, [])])
         check_supported_fields(leg_fields(self._context, given["sampling_params"]))
         for name in ("features", "content_parts"):
             if getattr(body, name):

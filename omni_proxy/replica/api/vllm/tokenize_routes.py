@@ -34,7 +34,7 @@ from omni_proxy.replica.api.openai.to_generate_request import (
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.api.sglang.admin_operations import View
 from omni_proxy.replica.api.sglang.generate import TokenId
-from omni_proxy.replica.api.vllm.vllm_errors import VllmError, invalid, vllm_view
+from omni_proxy.replica.api.vllm.vllm_errors import VllmError, validation_error, vllm_view
 from omni_proxy.replica.pipeline.requests import PromptMessage
 from omni_proxy.replica.text.sampling import Sampling
 
@@ -100,7 +100,7 @@ class TokenizeRoutes:
                 problem("missing", ("body", name), "Field required", given)
                 for name in ("prompt", "messages")
             ]
-            raise invalid(missing)
+            raise validation_error(missing)
         for name in UNSUPPORTED:
             if given.get(name):
                 raise VllmError(400, f"{name} is not supported: only the model's own template "

@@ -20,11 +20,11 @@ from omni_proxy.replica.api.common.errors import (
     DetailError,
     InvalidBody,
     OpenAIError,
+    error_message,
     json_response,
     status_and_message,
 )
 from omni_proxy.replica.api.common.lenient_decode import MISSING, problem, validate
-from omni_proxy.replica.api.sglang.admin_operations import error_message
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=msgspec.Struct)
@@ -68,7 +68,7 @@ def error_kind(status: int) -> str:
     return TYPES.get(status) or HTTPStatus(status).phrase
 
 
-def phrase(status: int) -> str:
+def http_reason(status: int) -> str:
     """The type of errors of vLLM's web framework, in contrast to its engine."""
     return HTTPStatus(status).phrase
 
@@ -83,7 +83,7 @@ def to_vllm_error(error: DetailError | OpenAIError | ClientError | VllmError) ->
     if isinstance(error, VllmError):
         return error
     if isinstance(error, InvalidBody):
-        return invalid(error.problems)
+        return validation_error(error.problems)
     if isinstance(error, DetailError):
         return VllmError(error.status, error_message(error.detail), kind=_kind_of(error.status))
     if isinstance(error, OpenAIError):
@@ -93,10 +93,10 @@ def to_vllm_error(error: DetailError | OpenAIError | ClientError | VllmError) ->
 
 
 def _kind_of(status: int) -> str:
-    return phrase(status) if status in (401, 403, 413) else error_kind(status)
+    return http_reason(status) if status in (401, 403, 413) else error_kind(status)
 
 
-def invalid(problems: list[dict[str, Any]]) -> VllmError:
+def validation_error(problems: list[dict[str, Any]]) -> VllmError:
     """The 400 for a body or a query whose fields are invalid."""
     count = len(problems)
     label = "error" if count == 1 else "errors"
@@ -104,7 +104,7 @@ def invalid(problems: list[dict[str, Any]]) -> VllmError:
     if count > len(lines):
         lines.append(f"  ...and {count - len(lines)} more {label}")
     message = "\n".join([f"{count} validation {label}:", *lines])
-    return VllmError(400, message, kind=phrase(400), param=_path(problems[0]))
+    return VllmError(400, message, kind=http_reason(400), param=_path(problems[0]))
 
 
 def _describe(item: Mapping[str, Any]) -> str:
@@ -122,12 +122,12 @@ def _summary(value: object) -> str:
     return text if len(text) <= MAX_INPUT_CHARS else f"{text[:MAX_INPUT_CHARS]}...[truncated]"
 
 
-def embedded(kind: type[S], given: object) -> S:
+def decode_control_body(kind: type[S], body: object) -> S:
     """The fields of a body for vLLM's control routes; a missing body counts as an empty one."""
     try:
-        return validate(kind, {} if given is MISSING else given)
+        return validate(kind, {} if body is MISSING else body)
     except InvalidBody as error:
-        raise invalid(
+        raise validation_error(
             [
                 {**each, "input": None} if each["type"] == "missing" else each
                 for each in error.problems
@@ -145,7 +145,7 @@ def query_choice(name: str, choices: tuple[str, ...], default: str) -> str:
     item = problem(
         "literal_error", ("query", name), f"Input should be {expected}", given, expected=expected
     )
-    raise invalid([item])
+    raise validation_error([item])
 
 
 def query_flag(name: str, *, default: bool) -> bool:
@@ -158,7 +158,7 @@ def query_flag(name: str, *, default: bool) -> bool:
     if word in ("false", "0", "no", "off", "f", "n"):
         return False
     text = "Input should be a valid boolean, unable to interpret input"
-    raise invalid([problem("bool_parsing", ("query", name), text, given)])
+    raise validation_error([problem("bool_parsing", ("query", name), text, given)])
 
 
 def vllm_view(view: Callable[P, Awaitable[Response]]) -> Callable[P, Awaitable[Response]]:

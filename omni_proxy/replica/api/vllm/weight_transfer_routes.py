@@ -17,7 +17,12 @@ from omni_proxy.replica.api.common.lenient_decode import MISSING
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.api.sglang.admin_operations import admin_body, require_key
 from omni_proxy.replica.api.vllm.control_routes import CONTROL_SECS, WAIT_SECS, EngineCalls
-from omni_proxy.replica.api.vllm.vllm_errors import VllmError, embedded, phrase, vllm_view
+from omni_proxy.replica.api.vllm.vllm_errors import (
+    VllmError,
+    decode_control_body,
+    http_reason,
+    vllm_view,
+)
 
 # Added to the stage's deadline, so that the stage answers first.
 GRACE_SECS = 30.0
@@ -52,7 +57,7 @@ class WeightTransferRoutes:
         self._engine = engine
 
     async def init(self) -> Response:
-        body = embedded(InitTransfer, await admin_body(self._context))
+        body = decode_control_body(InitTransfer, await admin_body(self._context))
         payload = {"init_info": body.init_info}
         await self._engine.run("init_weight_transfer_engine", payload, WAIT_SECS + GRACE_SECS)
         return json_response({"message": "Weight transfer initialized"})
@@ -73,20 +78,20 @@ class WeightTransferRoutes:
         return json_response({"message": "Draft weight update started"})
 
     async def update(self) -> Response:
-        body = embedded(UpdateWeights, await admin_body(self._context))
+        body = decode_control_body(UpdateWeights, await admin_body(self._context))
         payload = {"update_info": body.update_info}
         await self._engine.run("update_weights", payload, WAIT_SECS + GRACE_SECS)
         return json_response({"message": "Weights updated"})
 
     async def finish(self) -> Response:
-        body = embedded(FinishUpdate, await admin_body(self._context))
+        body = decode_control_body(FinishUpdate, await admin_body(self._context))
         payload = {"weight_version": body.weight_version}
         await self._engine.run("finish_weight_update", payload, FINISH_SECS)
         return json_response({"message": "Weight update finished"})
 
     async def set_version(self) -> Response:
         """Sets the version only: no request is aborted."""
-        body = embedded(NameVersion, await admin_body(self._context))
+        body = decode_control_body(NameVersion, await admin_body(self._context))
         payload = {"new_version": body.new_version, "abort_all_requests": False}
         await self._engine.run("update_weight_version", payload)
         return json_response({"success": True, "new_version": body.new_version})
@@ -98,12 +103,12 @@ class WeightTransferRoutes:
     async def check(self) -> Response:
         """Digests by name, each for one rank's part; as in vLLM 0.32, also while paused."""
         given = await admin_body(self._context)
-        body = embedded(CheckWeightsAgainst, {} if given is MISSING else given)
+        body = decode_control_body(CheckWeightsAgainst, {} if given is MISSING else given)
         if body.action == "reset":
             await self._engine.run("reset_weights")
             return json_response({"status": "reset"})
         if body.action == "compare" and body.baseline is None:
-            raise VllmError(400, NO_BASELINE, kind=phrase(400))
+            raise VllmError(400, NO_BASELINE, kind=http_reason(400))
         payload = {"action": "checksum"}
         checksums = ranked_checksums(
             await self._engine.run("weights_checker", payload, 2 * CONTROL_SECS)
