@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import trio
 
+from omni_proxy.replica.kv_transfer.transfer_errors import ConnectionEnded, TransferFailed
 from omni_proxy.replica.kv_transfer.wire import (
     HEADER,
     FrameKind,
@@ -19,17 +20,6 @@ from omni_proxy.replica.kv_transfer.wire import (
     parse,
     parse_header,
 )
-
-# Prefix of every error of a transfer, named as in SGLang: routers look for it.
-KV_ERROR = "KVTransferError"
-
-
-class TransferFailed(Exception):
-    """A transfer failed; the message is the one for the client, without the prefix."""
-
-
-class ConnectionEnded(TransferFailed):
-    """The peer closed the connection, or the connection was lost."""
 
 
 class FrameStream:
@@ -82,16 +72,16 @@ class FrameStream:
             raise WireError(f"unexpected {kind.name} frame")
         return kind, await self.read(length)
 
-    async def read_head(self, most: int) -> bytes:
+    async def read_head(self, max_bytes: int) -> bytes:
         """Read a complete HTTP head and return its first line.
 
-        Raises ConnectionEnded, and WireError for a head of more than `most` bytes.
+        Raises ConnectionEnded, and WireError for a head of more than `max_bytes` bytes.
         """
         data = b""
         while b"\r\n\r\n" not in data:
             await trio.lowlevel.checkpoint()
-            if len(data) >= most:
-                raise WireError(f"an HTTP head of more than {most} bytes")
+            if len(data) >= max_bytes:
+                raise WireError(f"an HTTP head of more than {max_bytes} bytes")
             data += await self.read(1)
         return data.partition(b"\r\n")[0]
 

@@ -28,10 +28,10 @@ from omni_proxy.replica.kv_transfer.events import (
 )
 from omni_proxy.replica.kv_transfer.export_table import Export, ExportTable
 from omni_proxy.replica.kv_transfer.fetch import ByteBudget, Fetcher
-from omni_proxy.replica.kv_transfer.frame_stream import TransferFailed
 from omni_proxy.replica.kv_transfer.serve import TransferServer
 from omni_proxy.replica.kv_transfer.settings import TransferSettings
 from omni_proxy.replica.kv_transfer.tensors import kv_bytes
+from omni_proxy.replica.kv_transfer.transfer_errors import TransferFailed
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ ended never does. No text, token or audio sample is returned twice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
 
@@ -68,12 +67,7 @@ class Generation:
         self._open()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __aiter__(self) -> Self:

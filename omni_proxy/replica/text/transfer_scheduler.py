@@ -30,7 +30,6 @@ from omni_proxy.replica.kv_transfer.events import (
     TransferEvent,
 )
 from omni_proxy.replica.kv_transfer.export_table import Export
-from omni_proxy.replica.kv_transfer.frame_stream import KV_ERROR
 from omni_proxy.replica.kv_transfer.request_fields import (
     PARAMS,
     Fetch,
@@ -40,6 +39,7 @@ from omni_proxy.replica.kv_transfer.request_fields import (
     nixl_params,
 )
 from omni_proxy.replica.kv_transfer.tensors import identity, kv_bytes, prompt_digest, weights_digest
+from omni_proxy.replica.kv_transfer.transfer_errors import KV_ERROR
 from omni_proxy.replica.kv_transfer.transfer_thread import TransferThread
 from omni_proxy.replica.kv_transfer.wire import Identity
 from omni_proxy.replica.models.kv import PAGE_TOKENS, SequenceKV

@@ -39,7 +39,7 @@ EVENT_STREAM_HEADERS: Final = {
     "cache-control": "no-cache",
 }
 Event = dict[str, Any]
-_KEY: Final = "omni_proxy.patient_body"
+_KEY: Final = "omni_proxy.deferred_stream"
 
 
 class EventFormatter(Protocol):
@@ -194,12 +194,7 @@ class DeferredStream(ResponseBody):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __aiter__(self) -> Self:
