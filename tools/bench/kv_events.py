@@ -89,7 +89,7 @@ def report_picks(tokens: int) -> None:
         print(f"body decoded and worker picked, {name:9} {median(spent) * 1e6:7.1f} us")
     more = median(e - i for e, i in zip(costs["events"], costs["inferred"], strict=True))
     print(f"events more than inferred, of {tokens} tokens {more * 1e6:7.1f} us")
-    print(f"index: {index.blocks} blocks, {index.bytes / index.blocks:.0f} bytes each")
+    print(f"index: {index.blocks} blocks, {index.memory_bytes / index.blocks:.0f} bytes each")
 
 
 def policy_of(source: str, index: BlockIndex) -> Policy:

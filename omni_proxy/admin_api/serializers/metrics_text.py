@@ -167,7 +167,7 @@ def _kv_events(services: Services) -> Iterator[Metric]:
     """Series of workers only for those whose events are followed."""
     counts, blocks = services.telemetry.kv_events
     yield one("kv_index_blocks", "Blocks that engines report as cached", blocks.blocks)
-    yield one("kv_index_bytes", "Memory of that index, in each process", blocks.bytes)
+    yield one("kv_index_bytes", "Memory of that index, in each process", blocks.memory_bytes)
     workers = [worker for worker in services.workers.fleet.workers if worker.kv_mode != "off"]
     modes = [
         ((worker.url, mode), worker.kv_mode == mode) for worker in workers for mode in KV_MODES

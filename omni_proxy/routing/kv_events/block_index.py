@@ -44,7 +44,7 @@ class BlockIndex:
     def __init__(self) -> None:
         self.texts = TokenizedTexts()  # texts with known blocks, for all holders
         self.blocks = 0
-        self.membership = 0  # changes with any holder's bit, exactness or block size
+        self.generation = 0  # changes with any holder's bit, exactness or block size
         self._parts: list[dict[int, int]] = [{} for _ in range(_PARTS)]
         self._bits: dict[str, int] = {}
         self._names: dict[int, str] = {}
@@ -59,7 +59,7 @@ class BlockIndex:
         self._predicted: dict[int, PredictedPrompt] = {}
         self._predicted_before: dict[int, PredictedPrompt] = {}
         self._predicted_bytes = 0  # of `_predicted`
-        self._turned_at = 0.0
+        self._rotated_at = 0.0
 
     # Changes by events.
 
@@ -72,20 +72,20 @@ class BlockIndex:
             elif op == ChangeOp.REMOVE:
                 self._remove(holder, values)
             elif op == ChangeOp.RESET:
-                self._reset(holder)
+                self.clear(holder)
             elif op == ChangeOp.FORGET:
                 self.forget(holder)
             else:
-                self._note(op, holder, values)
+                self._apply_attribute(op, holder, values)
 
-    def _note(self, op: ChangeOp, holder: str, values: Sequence[int]) -> None:
+    def _apply_attribute(self, op: ChangeOp, holder: str, values: Sequence[int]) -> None:
         """Apply a change of the holder's attributes."""
-        self.membership += 1
+        self.generation += 1
         if op == ChangeOp.BLOCK_SIZE:
             self._sizes[holder] = values[0]
         elif op == ChangeOp.EXACT:
             self._exact.add(holder)
-            self._admit(holder)
+            self._allocate_bit(holder)
         elif op == ChangeOp.INEXACT:
             self._exact.discard(holder)
         elif op == ChangeOp.HOLES:
@@ -95,15 +95,24 @@ class BlockIndex:
 
     def forget(self, holder: str) -> None:
         """The holder left the fleet."""
-        self._reset(holder)
+        self.clear(holder)
         self._exact.discard(holder)
         self._holed.discard(holder)
         self._sizes.pop(holder, None)
-        self.membership += 1
+        self.generation += 1
 
     def clear(self, holder: str) -> None:
-        """The holder's cache was flushed."""
-        self._reset(holder)
+        """Remove the holder's blocks and predictions; memory is freed in slices."""
+        bit = self._bits.pop(holder, 0)
+        if not bit:
+            return
+        del self._names[bit]
+        self._counts.pop(holder, None)
+        self._live &= ~bit
+        self._dead |= bit
+        self.generation += 1
+        if holder in self._exact:
+            self._allocate_bit(holder)
 
     def is_exact(self, holder: str) -> bool:
         """Whether blocks that the index doesn't have for the holder are not in its cache."""
@@ -122,7 +131,7 @@ class BlockIndex:
         return self._counts.get(holder, 0)
 
     @property
-    def bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Approximate memory."""
         parts = sum(map(sys.getsizeof, self._parts))
         return parts + self.blocks * KEY_BYTES
@@ -144,123 +153,123 @@ class BlockIndex:
         search looks up only a few blocks.
         """
         among &= self._live
-        depth, held = self._match_stored(prompt, among)
+        depth, holders = self._match_stored(prompt, among)
         if not self._predicted and not self._predicted_before:
-            return depth, held
-        for guess in self._guesses(prompt, now):
-            if not guess.bit & among:
+            return depth, holders
+        for prediction in self._matching_predictions(prompt, now):
+            if not prediction.bit & among:
                 continue
-            guessed = prompt.common(guess.blocks)
-            if guessed > depth:
-                depth, held = guessed, guess.bit
-            elif guessed == depth and depth:
-                held |= guess.bit
-        return depth, held
+            predicted_depth = prompt.common(prediction.blocks)
+            if predicted_depth > depth:
+                depth, holders = predicted_depth, prediction.bit
+            elif predicted_depth == depth and depth:
+                holders |= prediction.bit
+        return depth, holders
 
     def _match_stored(self, prompt: PromptBlocks, among: int) -> tuple[int, int]:
         if not self._holed:
-            return self._match_ends(prompt, among)
+            return self._match_by_bisection(prompt, among)
         holed = self.mask_of(self._holed) & among
-        depth, held = self._match_ends(prompt, among & ~holed)
-        depth_each, held_each = self._match_each(prompt, holed)
-        if depth_each == depth:
-            return depth, held | held_each
-        return max((depth, held), (depth_each, held_each))
+        depth, holders = self._match_by_bisection(prompt, among & ~holed)
+        linear_depth, linear_holders = self._match_linear(prompt, holed)
+        if linear_depth == depth:
+            return depth, holders | linear_holders
+        return max((depth, holders), (linear_depth, linear_holders))
 
-    def _match_ends(self, prompt: PromptBlocks, among: int) -> tuple[int, int]:
+    def _match_by_bisection(self, prompt: PromptBlocks, among: int) -> tuple[int, int]:
         high, parts, key_of = prompt.count, self._parts, prompt.key
         if not high:
             return 0, 0
         key = key_of(1)
-        held = parts[key & _LOW].get(key, 0) & among
-        if not held:
+        holders = parts[key & _LOW].get(key, 0) & among
+        if not holders:
             return 0, 0
-        depth, at = 1, high  # start at the end: most prompts are cached almost completely
+        depth, probe = 1, high  # start at the end: most prompts are cached almost completely
         while depth < high:
-            key = key_of(at, depth)
+            key = key_of(probe, depth)
             mask = parts[key & _LOW].get(key, 0) & among
             if mask:
-                depth, held = at, mask
+                depth, holders = probe, mask
             else:
-                high = at - 1
-            at = (depth + high + 1) >> 1
-        return depth, held
+                high = probe - 1
+            probe = (depth + high + 1) >> 1
+        return depth, holders
 
-    def _match_each(self, prompt: PromptBlocks, among: int) -> tuple[int, int]:
-        depth = held = 0
+    def _match_linear(self, prompt: PromptBlocks, among: int) -> tuple[int, int]:
+        depth = holders = 0
         if among:
             for key in prompt.each_key():
                 among &= self._parts[key & _LOW].get(key, 0)
                 if not among:
                     break
-                held = among
+                holders = among
                 depth += 1
-        return depth, held
+        return depth, holders
 
-    def _guesses(self, prompt: PromptBlocks, now: float) -> Iterator[PredictedPrompt]:
+    def _matching_predictions(self, prompt: PromptBlocks, now: float) -> Iterator[PredictedPrompt]:
         """Predicted prompts that share a block with this one, each once."""
         if prompt.count:
             prompt.last_key()  # computed so that an equal prompt is found by it
         seen: list[PredictedPrompt] = []
         for predicted in (self._predicted, self._predicted_before):
             for key in predicted.keys() & prompt.computed_keys:
-                guess = predicted[key]
-                if guess.until > now and guess not in seen:
-                    seen.append(guess)
-                    yield guess
+                prediction = predicted[key]
+                if prediction.until > now and prediction not in seen:
+                    seen.append(prediction)
+                    yield prediction
 
     def depths(self, prompt: PromptBlocks, among: int, now: float) -> dict[str, int]:
         """Number of leading blocks by holder in the mask, for holders that have any."""
         lengths: dict[str, int] = {}
         while True:
-            depth, held = self.match(prompt, among, now)
+            depth, mask = self.match(prompt, among, now)
             if not depth:
                 return lengths
-            lengths.update(dict.fromkeys(self.named(held), depth))
-            among &= ~held
+            lengths.update(dict.fromkeys(self.holders_of(mask), depth))
+            among &= ~mask
 
-    def named(self, mask: int) -> list[str]:
-        names = []
+    def holders_of(self, mask: int) -> list[str]:
+        holders = []
         while mask:
             bit = mask & -mask
-            names.append(self._names[bit])
+            holders.append(self._names[bit])
             mask ^= bit
-        return names
+        return holders
 
     def predict(self, holder: str, prompt: PromptBlocks, now: float) -> None:
         """The prompt was sent to the holder: until its events arrive, it counts as cached there."""
-        self._turn(now)
-        bit, parts = self._admit(holder), self._parts
+        self._rotate_predictions(now)
+        bit, parts = self._allocate_bit(holder), self._parts
         if not prompt.count:
             return
         prompt.key(1)  # computed so that prompts with the same prefix are found by it
         prompt.last_key()
         new = [key for key in prompt.computed_keys if not parts[key & _LOW].get(key, 0) & bit]
         if new:
-            guess = PredictedPrompt(bit, now + PREDICTED_SECS, prompt)
-            self._predicted.update(dict.fromkeys(new, guess))
+            prediction = PredictedPrompt(bit, now + PREDICTED_SECS, prompt)
+            self._predicted.update(dict.fromkeys(new, prediction))
             self._predicted_bytes += prompt.memory
 
     def maintain(self, now: float) -> bool:
         """Do one slice of upkeep; returns whether more is left."""
-        self._turn(now)
+        self._rotate_predictions(now)
         self.texts.maintain(now)
         if self._dead:
             self._sweep()
         return bool(self._dead)
 
-    def _predictions(self) -> list[dict[int, PredictedPrompt]]:
-        return [each for each in (self._predicted, self._predicted_before) if each]
+    def _prediction_tables(self) -> list[dict[int, PredictedPrompt]]:
+        return [table for table in (self._predicted, self._predicted_before) if table]
 
-    def _turn(self, now: float) -> None:
+    def _rotate_predictions(self, now: float) -> None:
         """Drop expired predictions a table at a time: one by one it would cost twice as much."""
-        if now - self._turned_at >= PREDICTED_SECS or self._predicted_bytes > MAX_PREDICTED // 2:
+        if now - self._rotated_at >= PREDICTED_SECS or self._predicted_bytes > MAX_PREDICTED // 2:
             self._predicted_before, self._predicted = self._predicted, {}
             self._predicted_bytes = 0
-            self._turned_at = now
+            self._rotated_at = now
 
     def _store(self, holder: str, keys: Iterable[int]) -> None:
-        bit, parts, new, more = self._admit(holder), self._parts, 0, 0
+        bit, parts, new, more = self._allocate_bit(holder), self._parts, 0, 0
         live = self._live
         for key in keys:
             part = parts[key & _LOW]
@@ -294,27 +303,15 @@ class BlockIndex:
         if less:
             self._counts[holder] -= less
 
-    def _reset(self, holder: str) -> None:
-        """Remove the holder's blocks and predictions; memory is freed in slices."""
-        bit = self._bits.pop(holder, 0)
-        if not bit:
-            return
-        del self._names[bit]
-        self._counts.pop(holder, None)
-        self._live &= ~bit
-        self._dead |= bit
-        self.membership += 1
-        if holder in self._exact:
-            self._admit(holder)
-
-    def _admit(self, holder: str) -> int:
+    def _allocate_bit(self, holder: str) -> int:
+        """The bit of the holder, allocated if it has none."""
         bit = self._bits.get(holder, 0)
         if not bit:
             bit = lowest_free_bit(self._live | self._dead)
             self._bits[holder] = bit
             self._names[bit] = holder
             self._live |= bit
-            self.membership += 1
+            self.generation += 1
         return bit
 
     def _sweep(self) -> None:
@@ -337,7 +334,10 @@ class BlockIndex:
 
     def _wipe_predictions(self, keep: int) -> None:
         """Remove predictions of dead bits, which may be reused for other holders."""
-        if any(not guess.bit & keep for guess in chain(*map(dict.values, self._predictions()))):
+        if any(
+            not prediction.bit & keep
+            for prediction in chain(*map(dict.values, self._prediction_tables()))
+        ):
             self._predicted = {k: v for k, v in self._predicted.items() if v.bit & keep}
             self._predicted_before = {
                 k: v for k, v in self._predicted_before.items() if v.bit & keep

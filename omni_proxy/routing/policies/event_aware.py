@@ -51,7 +51,7 @@ class _Known(NamedTuple):
     """The candidates: exact ones in `by_url`, the others in `rest`; `sizes`: their block sizes."""
 
     candidates: Sequence[Worker]
-    membership: int
+    generation: int
     groups: tuple[_Group, ...]
     by_url: dict[str, Worker]
     rest: tuple[Worker, ...]
@@ -181,7 +181,12 @@ class EventAware(CacheAware):
         if blocks is None or not self._by_events:
             return stats
         tokenize = {"tokenize": blocks.texts.to_dict()} if self._tokenizes else {}
-        return {**stats, "index_blocks": blocks.blocks, "index_bytes": blocks.bytes, **tokenize}
+        return {
+            **stats,
+            "index_blocks": blocks.blocks,
+            "index_bytes": blocks.memory_bytes,
+            **tokenize,
+        }
 
     def _prompt(self, candidates: Sequence[Worker], requirements: Requirements) -> _Prompt | None:
         """None if the request can be matched only by the tree."""
@@ -189,7 +194,7 @@ class EventAware(CacheAware):
         if not self._by_events or blocks is None or not blocks.has_exact:
             return None
         known = self._known
-        if known.candidates is not candidates or known.membership != blocks.membership:
+        if known.candidates is not candidates or known.generation != blocks.generation:
             known = self._known = _known_of(candidates, blocks)
         if not known.groups:
             return None
@@ -285,7 +290,7 @@ class EventAware(CacheAware):
                 continue
             depth, held = blocks.match(prompt.blocks[block_size], mask, self._now)
             if depth * block_size > best.matched:
-                holders = tuple(known.by_url[url] for url in blocks.named(held))
+                holders = tuple(known.by_url[url] for url in blocks.holders_of(held))
                 best = _Found(prompt.tokens, depth * block_size, holders, block_size)
         if not known.rest:
             return best
@@ -356,4 +361,4 @@ def _known_of(candidates: Sequence[Worker], blocks: BlockIndex) -> _Known:
         masks[size] = masks.get(size, 0) | blocks.bit_of(worker.url)
     groups = tuple(_Group(size, mask) for size, mask in masks.items())
     sizes = frozenset(masks) - {0}
-    return _Known(candidates, blocks.membership, groups, by_url, tuple(rest), sizes)
+    return _Known(candidates, blocks.generation, groups, by_url, tuple(rest), sizes)

@@ -54,7 +54,7 @@ def test_the_depth_of_a_holder_is_the_number_of_its_leading_blocks():
     assert depths(index) == {"a": 4, "b": 2}
     assert depths(index, [99, *PROMPT[1:]]) == {}
     depth, mask = index.match(blocks_of(PROMPT, SIZE), index.mask_of(("a", "b")), 0.0)
-    assert (depth, index.named(mask)) == (4, ["a"])
+    assert (depth, index.holders_of(mask)) == (4, ["a"])
     assert depths(index, among=("b",)) == {"b": 2}
     assert index.blocks == 4
 
@@ -102,7 +102,7 @@ def test_the_memory_of_old_predictions_is_freed():
     index.predict("a", blocks_of(PROMPT, SIZE), 10.0)
     index.maintain(10.0 + PREDICTED_SECS)
     index.maintain(10.0 + 2 * PREDICTED_SECS)
-    assert not index._predictions()
+    assert not index._prediction_tables()
 
 
 def test_of_sent_prompts_with_a_common_beginning_the_last_counts():
@@ -119,7 +119,9 @@ def test_the_memory_of_predictions_is_bounded(monkeypatch):
     index = held()
     for first in range(100):
         index.predict("a", blocks_of([first] * 64, SIZE), 10.0)
-    kept = {id(guess) for by_key in index._predictions() for guess in by_key.values()}
+    kept = {
+        id(prediction) for by_key in index._prediction_tables() for prediction in by_key.values()
+    }
     assert 10 < len(kept) < 50
 
 
