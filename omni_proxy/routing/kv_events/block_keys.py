@@ -60,7 +60,7 @@ def extend_keys(key: int, tokens: Sequence[int], block_size: int) -> list[int]:
     """The keys of the whole blocks of `tokens`, which follow the block with `key`; tokens after the
     last whole block are ignored."""
     ends, tail = range(0, len(tokens) + 1, block_size), tail_bytes(block_size)
-    blocks = [encode_token_ids(tokens[at:end]) for at, end in pairwise(ends)]
+    blocks = [encode_token_ids(tokens[start:end]) for start, end in pairwise(ends)]
     return [key := extend_key(key, block, block[-tail:]) for block in blocks]
 
 
@@ -120,9 +120,9 @@ class PromptBlocks:
         number, end, key, tail = 0, 0, self._states[0][1], self._tail
         before = (end, key)
         try:
-            for found in islice(_blocks_of(self.size)(self._text), self.count):
-                before, block = (end, key), found[0]
-                number, end, key = number + 1, found.end(), extend_key(key, block, block[-tail:])
+            for match in islice(_blocks_of(self.size)(self._text), self.count):
+                before, block = (end, key), match[0]
+                number, end, key = number + 1, match.end(), extend_key(key, block, block[-tail:])
                 yield key
         finally:
             if number:
@@ -141,11 +141,11 @@ class PromptBlocks:
             return min(self.count, other.count)
         low, high = 0, min(len(ours), len(theirs))
         while low < high:  # between `low` and `high` leading bytes are equal
-            at = (low + high + 1) >> 1
-            if ours[low:at] == theirs[low:at]:
-                low = at
+            middle = (low + high + 1) >> 1
+            if ours[low:middle] == theirs[low:middle]:
+                low = middle
             else:
-                high = at - 1
+                high = middle - 1
         tokens = ours.count(COMMA, 0, low)
         if not (_ends(ours, low) and _ends(theirs, low)):
             tokens -= 1  # the last id is longer in one of them
@@ -157,6 +157,6 @@ def _blocks_of(size: int) -> Callable[[bytes], Iterator[re.Match[bytes]]]:
     return re.compile(rb"(?:,[^,]++){%d}" % size).finditer
 
 
-def _ends(data: bytes, at: int) -> bool:
+def _ends(data: bytes, index: int) -> bool:
     """Whether an id ends there."""
-    return at == len(data) or data.startswith(COMMA, at)
+    return index == len(data) or data.startswith(COMMA, index)

@@ -69,10 +69,10 @@ DecodedEvent: TypeAlias = StoredEvent | RemovedEvent | ClearedEvent
 
 
 class DecodedBatch(NamedTuple):
-    """`at`: the engine's time in seconds, 0 if missing. `rank`: the data-parallel rank, None if
-    missing. `undecodable`: for each event that could not be read, the reason."""
+    """`published_at`: the engine's time in seconds, 0 if missing. `rank`: the data-parallel rank,
+    None if missing. `undecodable`: for each event that could not be read, the reason."""
 
-    at: float
+    published_at: float
     events: list[DecodedEvent]
     rank: int | None
     undecodable: list[str]
@@ -85,16 +85,16 @@ def decode_batch(payload: bytes) -> DecodedBatch:
     except MALFORMED as error:
         raise UndecodablePayload(f"not MessagePack: {error}") from None
     if isinstance(body, dict):
-        at, rows = body.get("ts"), body.get("events")
+        timestamp, rows = body.get("ts"), body.get("events")
         rank = body.get("data_parallel_rank", body.get("dp_rank"))
     elif isinstance(body, list) and len(body) >= 2:
-        at, rows, rank = body[0], body[1], body[2] if len(body) > 2 else None
+        timestamp, rows, rank = body[0], body[1], body[2] if len(body) > 2 else None
     else:
         raise UndecodablePayload("not a batch of events")
     if not isinstance(rows, list):
         raise UndecodablePayload("a batch without a list of events")
-    moment = float(at) if isinstance(at, int | float) else 0.0
-    batch = DecodedBatch(moment, [], rank if type(rank) is int else None, [])
+    published_at = float(timestamp) if isinstance(timestamp, int | float) else 0.0
+    batch = DecodedBatch(published_at, [], rank if type(rank) is int else None, [])
     for row in rows:
         try:
             event = _event(row)
@@ -181,7 +181,7 @@ def _removed(fields: Mapping[str, Any]) -> RemovedEvent:
 def _hashes(value: object) -> list[int]:
     if not isinstance(value, list):
         raise TypeError("block_hashes is not a list")
-    return [_word(each) for each in value]
+    return [_word(block_hash) for block_hash in value]
 
 
 def _word(value: object) -> int:
@@ -213,11 +213,11 @@ def _plain(fields: Mapping[str, Any], blocks: int) -> int:
     """How many blocks, from the first, depend only on their tokens."""
     metadata = fields.get("metadata")
     sources = (fields, metadata) if isinstance(metadata, dict) else (fields,)
-    if any(each.get(name) for each in sources for name in _NOT_PLAIN):
+    if any(source.get(name) for source in sources for name in _NOT_PLAIN):
         return 0
     extra = fields.get("extra_keys")
     if extra is None:
         return blocks
     if not isinstance(extra, list) or len(extra) != blocks:
         raise ValueError("extra_keys does not have one entry per block")
-    return next((at for at, keys in enumerate(extra) if keys), blocks)
+    return next((index for index, keys in enumerate(extra) if keys), blocks)

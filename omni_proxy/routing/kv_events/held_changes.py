@@ -41,8 +41,8 @@ MAX_PACKED: Final = 1024  # values of one change, so that applying one never tak
 def pack_changes(changes: Iterable[HeldChange]) -> Iterator[tuple[int, bytes]]:
     """Long changes are split."""
     for op, values in changes:
-        for at in range(0, max(1, len(values)), MAX_PACKED):
-            yield int(op), array("Q", values[at : at + MAX_PACKED]).tobytes()
+        for start in range(0, max(1, len(values)), MAX_PACKED):
+            yield int(op), array("Q", values[start : start + MAX_PACKED]).tobytes()
 
 
 def unpack_changes(packed: Iterable[tuple[int, bytes]]) -> Iterator[HeldChange]:

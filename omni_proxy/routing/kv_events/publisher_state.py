@@ -239,8 +239,8 @@ class PublisherState:
         self._mark_degraded(f"a replay from batch {start} on was requested")
 
     def _take_held(self, now: float) -> None:
-        held, self._held, self._held_bytes = self._held, [], 0
-        for number, payload in held:
+        batches, self._held, self._held_bytes = self._held, [], 0
+        for number, payload in batches:
             if self._replay is None:
                 self._take(number, payload, now)
             else:
@@ -302,9 +302,9 @@ class PublisherState:
             self._not_understood(1, str(error))
             return
         # Consecutive numbers prove the order; the clock of an engine may be set back.
-        is_late = batch.at < self._order_at and not self._whole
-        self._newest_at = max(self._newest_at, batch.at)
-        self._order_at = max(self._order_at, batch.at)
+        is_late = batch.published_at < self._order_at and not self._whole
+        self._newest_at = max(self._newest_at, batch.published_at)
+        self._order_at = max(self._order_at, batch.published_at)
         if batch.undecodable:
             self._not_understood(len(batch.undecodable), batch.undecodable[0])
             return
@@ -450,6 +450,6 @@ class PublisherState:
 
 def _time_of(payload: bytes) -> float:
     try:
-        return decode_batch(payload).at
+        return decode_batch(payload).published_at
     except UndecodablePayload:
         return 0.0

@@ -87,21 +87,23 @@ class TokenizedTexts:
     def find(self, key: bytes, length: int) -> FoundText | None:
         """The known text that shares the longest prefix with a text of `length` bytes. Changes
         nothing."""
-        depth, held = self._tree.match(key)
-        if not held:
+        depth, holders = self._tree.match(key)
+        if not holders:
             return None
         shared = length if depth >= len(key) else text_length(depth)
-        known = self._texts[self._tree.named(held)[-1]]
+        known = self._texts[self._tree.named(holders)[-1]]
         shared = min(shared, known.length)
         return FoundText(known, shared, known.tokens * shared // known.length)
 
-    def should_tokenize(self, url: str, length: int, found: FoundText | None, now: float) -> bool:
+    def should_tokenize(
+        self, url: str, length: int, known_text: FoundText | None, now: float
+    ) -> bool:
         """Whether the engine at `url` should tokenize a text of `length` bytes."""
         if self._budget < 1 or not MIN_BYTES <= length <= MAX_BYTES:
             return False
         if self._silent.get(url, now) > now:
             return False
-        return found is None or found.shared < KNOWN_SHARE * length
+        return known_text is None or known_text.shared < KNOWN_SHARE * length
 
     def enqueue(self, request: TokenizeRequest) -> None:
         self._budget -= 1

@@ -41,7 +41,8 @@ def test_every_captured_batch_of_vllm_is_decoded():
         decode_batch(bytes.fromhex(row["frames"][2])) for row in captured("vllm-0.32.0.jsonl")
     ]
     assert all(
-        not decoded.undecodable and decoded.rank == 0 and decoded.at > 1e9 for decoded in batches
+        not decoded.undecodable and decoded.rank == 0 and decoded.published_at > 1e9
+        for decoded in batches
     )
     first = batches[0].events[0]
     assert (first.hashes, first.parent, first.block_size) == ([15155571451565390775], None, 128)
