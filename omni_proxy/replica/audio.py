@@ -109,8 +109,8 @@ def decode_audio(data: bytes) -> tuple[Samples, int]:
 def _kind_of(data: bytes) -> str:
     if not data:
         return "is empty"
-    for start, at, name in _MAGIC:
-        if data[at : at + len(start)] == start:
+    for start, offset, name in _MAGIC:
+        if data[offset : offset + len(start)] == start:
             return f"is {name}, which cannot be read here"
     if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0:
         layer = data[1] & 0x06  # 0 only in AAC's framing; the sync words are equal
@@ -121,35 +121,35 @@ def _kind_of(data: bytes) -> str:
 def _chunks(data: bytes) -> tuple[_Format, bytes]:
     """Return the format and the samples; skips other chunks after the first 12 bytes."""
     audio_format: _Format | None = None
-    at = 12
-    while at + 8 <= len(data):
-        name, size = struct.unpack_from("<4sI", data, at)
-        at += 8
-        held = data[at : at + size]
+    offset = 12
+    while offset + 8 <= len(data):
+        name, size = struct.unpack_from("<4sI", data, offset)
+        offset += 8
+        chunk = data[offset : offset + size]
         if name == b"data":
             if audio_format is None:
                 raise AudioError("the WAV file has no fmt chunk before its samples")
-            if len(held) < size < UNKNOWN_SIZE:
+            if len(chunk) < size < UNKNOWN_SIZE:
                 raise AudioError(
-                    f"the WAV file is truncated: it has {len(held)} of {size} bytes of samples"
+                    f"the WAV file is truncated: it has {len(chunk)} of {size} bytes of samples"
                 )
-            return audio_format, held
-        if len(held) < size:
+            return audio_format, chunk
+        if len(chunk) < size:
             break
         if name == b"fmt ":
-            audio_format = _read_format(held)
-        at += size + size % 2
+            audio_format = _read_format(chunk)
+        offset += size + size % 2
     raise AudioError("the WAV file is truncated: it ends before its samples (no data chunk)")
 
 
-def _read_format(held: bytes) -> _Format:
-    if len(held) < 16:
-        raise AudioError(f"the WAV file's fmt chunk has {len(held)} bytes instead of 16 or more")
-    code, channels, rate, _, block_bytes, bits = struct.unpack_from("<HHIIHH", held)
+def _read_format(chunk: bytes) -> _Format:
+    if len(chunk) < 16:
+        raise AudioError(f"the WAV file's fmt chunk has {len(chunk)} bytes instead of 16 or more")
+    code, channels, rate, _, block_bytes, bits = struct.unpack_from("<HHIIHH", chunk)
     if code == EXTENSIBLE:
-        if len(held) < 40 or held[26:40] != SUBFORMAT_TAIL:
+        if len(chunk) < 40 or chunk[26:40] != SUBFORMAT_TAIL:
             raise AudioError(f"the WAV file's extensible format is unknown; {SUPPORTED}")
-        code = int.from_bytes(held[24:26], "little")
+        code = int.from_bytes(chunk[24:26], "little")
     if code not in (PCM, IEEE_FLOAT):
         raise AudioError(
             f"the WAV file contains {OTHER_CODECS.get(code, f'codec {code}')}; {SUPPORTED}"

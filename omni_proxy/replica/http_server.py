@@ -138,8 +138,8 @@ class ReplicaServer:
                 ConnectionState({}),
                 stream,  # type: ignore[arg-type]
             )
-        except Exception as fault:  # client input must not end the server (hypercorn #225)
-            log.warning("replica_connection_failed error=%s", repr(first_leaf_error(fault)))
+        except Exception as error:  # client input must not end the server (hypercorn #225)
+            log.warning("replica_connection_failed error=%s", repr(first_leaf_error(error)))
         finally:
             self._streams.discard(stream)
             self._check_all_closed()
@@ -260,7 +260,7 @@ def _app(client: Client, options: AppOptions) -> QuartTrio:
 
 
 def _leaves(group: BaseExceptionGroup[StartError]) -> list[StartError]:
-    found: list[StartError] = []
+    leaves: list[StartError] = []
     for error in group.exceptions:
-        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found
+        leaves += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return leaves

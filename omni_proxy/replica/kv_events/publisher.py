@@ -96,7 +96,10 @@ class HeldBlocks:
     ) -> list[BlockEvent]:
         """Handle that one entry was stored and others evicted for it; returns removals first."""
         chain = tuple(block_hashes(added, self._block_size))
-        known = next((at for at, each in enumerate(chain) if not self._holders[each]), len(chain))
+        known = next(
+            (index for index, block_hash in enumerate(chain) if not self._holders[block_hash]),
+            len(chain),
+        )
         self._chains[added] = chain
         self._holders.update(chain)
         gone: list[int] = []
@@ -114,11 +117,11 @@ class HeldBlocks:
         return [AllCleared()]
 
     def _release(self, chain: tuple[int, ...]) -> Iterator[int]:
-        for each in reversed(chain):
-            self._holders[each] -= 1
-            if not self._holders[each]:
-                del self._holders[each]
-                yield each
+        for block_hash in reversed(chain):
+            self._holders[block_hash] -= 1
+            if not self._holders[block_hash]:
+                del self._holders[block_hash]
+                yield block_hash
 
 
 END: Final = (-1).to_bytes(8, "big", signed=True)
@@ -156,10 +159,10 @@ def _vllm_events(events: Iterable[BlockEvent], block_size: int) -> Iterator[dict
                     "kv_cache_spec_kind": "full_attention",
                 }
             case BlocksRemoved(hashes):
-                for each in hashes:
+                for block_hash in hashes:
                     yield {
                         "type": "BlockRemoved",
-                        "block_hashes": [each],
+                        "block_hashes": [block_hash],
                         "medium": MEDIUM,
                         "group_idx": 0,
                     }
@@ -172,13 +175,14 @@ def _sglang_events(events: Iterable[BlockEvent], block_size: int) -> Iterator[li
         match event:
             case BlocksStored(hashes, parent, tokens):
                 above = None if parent is None else _signed(parent)
-                for number, each in enumerate(hashes):
+                for number, block_hash in enumerate(hashes):
                     own = tokens[number * block_size : (number + 1) * block_size]
-                    yield ["BlockStored", [_signed(each)], above, own, block_size, None, MEDIUM]
-                    above = _signed(each)
+                    signed = _signed(block_hash)
+                    yield ["BlockStored", [signed], above, own, block_size, None, MEDIUM]
+                    above = signed
             case BlocksRemoved(hashes):
-                for each in hashes:
-                    yield ["BlockRemoved", [_signed(each)], MEDIUM]
+                for block_hash in hashes:
+                    yield ["BlockRemoved", [_signed(block_hash)], MEDIUM]
             case _:
                 yield ["AllBlocksCleared"]
 
@@ -315,16 +319,16 @@ class KvEventPublisher:
             log.exception("kv_events_stopped")
         finally:
             self._stopped = True
-            for each in (self._pub, self._replay):
-                if each is not None:
-                    each.close()
+            for zmq_socket in (self._pub, self._replay):
+                if zmq_socket is not None:
+                    zmq_socket.close()
             self._context.term()
 
     def _send_waiting(self) -> None:
         form, size = self.settings.form, self.settings.block_size
         while self._waiting:
-            number, at, events = self._waiting.popleft()
-            payload = encode_batch(form, size, at, events)
+            number, unix_secs, events = self._waiting.popleft()
+            payload = encode_batch(form, size, unix_secs, events)
             self._buffer.add(number, payload)
             self._pub.send_multipart([self._topic, _bytes(number), payload])
 
@@ -348,8 +352,8 @@ def _bytes(number: int) -> bytes:
 
 def _numeric(host: str) -> str:
     """The address of `host`: ZeroMQ binds addresses, not names. Raises OSError."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return str(found[0][4][0])
+    addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return str(addresses[0][4][0])
 
 
 class PublishedChanges:

@@ -85,9 +85,9 @@ def tcp_parts(endpoint: str) -> tuple[str, int]:
 
 def bind_address(endpoint: str, host: str) -> str:
     """The endpoint with `host` for a wildcard."""
-    named, port = tcp_parts(endpoint)
-    if named != WILDCARD:
-        return endpoint.replace("tcp://:::", "tcp://[::]:") if named == "::" else endpoint
+    endpoint_host, port = tcp_parts(endpoint)
+    if endpoint_host != WILDCARD:
+        return endpoint.replace("tcp://:::", "tcp://[::]:") if endpoint_host == "::" else endpoint
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 

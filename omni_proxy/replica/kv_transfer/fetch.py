@@ -117,9 +117,9 @@ class Fetcher:
             layer_bytes(order.kv, order.tokens),
             order.vocabulary * dtype_bytes,
         )
-        given = (offer.layers, offer.layer_bytes, offer.logits_bytes)
-        if given != expected or not 0 <= offer.cached_tokens < order.tokens:
-            raise TransferFailed(f"it offers a KV with other sizes: {given}, expected {expected}")
+        offered = (offer.layers, offer.layer_bytes, offer.logits_bytes)
+        if offered != expected or not 0 <= offer.cached_tokens < order.tokens:
+            raise TransferFailed(f"it offers a KV with other sizes: {offered}, expected {expected}")
 
     async def _read(self, stream: FrameStream, order: FetchOrder) -> Tensor:
         order.kv.reserve(order.tokens)
@@ -144,10 +144,10 @@ class Fetcher:
         failure = "the connection failed"
         with trio.move_on_after(min(CONNECT_SECS, self._settings.wait_secs)):
             try:
-                found = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                addresses = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             except OSError as error:
                 raise TransferFailed(f"its name cannot be resolved: {error.strerror}") from None
-            for family, kind, protocol, _, address in found:
+            for family, kind, protocol, _, address in addresses:
                 if not is_allowed(str(address[0]), self._networks):
                     failure = f"fetching KVs from {address[0]} is not allowed: add it to --kv-peers"
                     continue

@@ -86,7 +86,7 @@ class TransferFields:
     port: int = DEFAULT_BOOTSTRAP_PORT
 
     def specs(
-        self, given: Mapping[str, Any], group: str, count: int, prompts: int = 1
+        self, fields: Mapping[str, Any], group: str, count: int, prompts: int = 1
     ) -> list[TransferSpec | None]:
         """The transfer of each of the `count` requests of a body with `prompts` prompts.
 
@@ -95,8 +95,8 @@ class TransferFields:
         if self.role == "null":
             return [None] * count
         if self.connector == "sglang":
-            return [*self._rooms(given, count)]
-        spec = self._from_params(given.get(PARAMS), group)
+            return [*self._rooms(fields, count)]
+        spec = self._from_params(fields.get(PARAMS), group)
         if spec is None:
             return [None] * count
         if prompts > 1 and spec == Serve():
@@ -106,8 +106,8 @@ class TransferFields:
         # The choices of one prompt have one KV: prefill serves it once, decode's choices share it.
         return [spec] * count if isinstance(spec, Fetch) else [spec, *[None] * (count - 1)]
 
-    def _rooms(self, given: Mapping[str, Any], count: int) -> list[TransferSpec]:
-        rooms = given.get("bootstrap_room")
+    def _rooms(self, fields: Mapping[str, Any], count: int) -> list[TransferSpec]:
+        rooms = fields.get("bootstrap_room")
         if rooms is None:
             raise InvalidTransfer(NO_ROOM)
         if isinstance(rooms, int) and not isinstance(rooms, bool):
@@ -124,8 +124,8 @@ class TransferFields:
         keys = [room_key(room) for room in rooms]
         if self.role == "prefill":
             return [Serve(key, waits=True) for key in keys]
-        hosts = _listed(given.get("bootstrap_host"), count, "bootstrap_host")
-        ports = _listed(given.get("bootstrap_port"), count, "bootstrap_port")
+        hosts = _listed(fields.get("bootstrap_host"), count, "bootstrap_host")
+        ports = _listed(fields.get("bootstrap_port"), count, "bootstrap_port")
         return [
             Fetch(_host(host, "bootstrap_host"), self._port(port), key, group=key)
             for host, port, key in zip(hosts, ports, keys, strict=True)

@@ -83,8 +83,8 @@ def is_allowed(address: str, networks: tuple[Network, ...] | None) -> bool:
     """Whether KVs may be fetched from this address."""
     if networks is None:
         return True
-    given = ipaddress.ip_address(address.partition("%")[0])
-    mapped = getattr(given, "ipv4_mapped", None) or given
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(ip, "ipv4_mapped", None) or ip
     return any(mapped in network for network in networks)
 
 
@@ -94,10 +94,10 @@ def parse_transfer_settings(params: Mapping[str, Any]) -> TransferSettings:
     unknown = sorted(params.keys() - set(names))
     if unknown:
         raise ValueError(f"kv_transfer has no key {unknown[0]!r}; it has {', '.join(names)}")
-    given = dict(params)
-    if "peers" in given:
-        given["peers"] = tuple(given["peers"])
-    return TransferSettings(**given)
+    values = dict(params)
+    if "peers" in values:
+        values["peers"] = tuple(values["peers"])
+    return TransferSettings(**values)
 
 
 def add_transfer_options(parser: argparse.ArgumentParser) -> None:

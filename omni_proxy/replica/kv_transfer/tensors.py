@@ -40,8 +40,8 @@ def weights_digest(worker: ModelWorker) -> str:
     Slow: reads all weights once, in several threads.
     """
 
-    def line(named: tuple[str, Tensor]) -> str:
-        name, weight = named
+    def line(item: tuple[str, Tensor]) -> str:
+        name, weight = item
         digest = hashlib.sha256(byte_view(weight.data)).hexdigest()
         return f"{name} {tuple(weight.shape)} {weight.dtype} {digest}\n"
 

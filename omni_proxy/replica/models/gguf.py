@@ -178,8 +178,8 @@ class GGUFFile:
         """Return a metadata value; GGUFError if it is missing or of another type."""
         value = self.metadata.get(key)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            found = "missing" if value is None else f"a {type(value).__name__}"
-            raise GGUFError(f"{self.path}: the metadata {key!r} is {found}")
+            actual = "missing" if value is None else f"a {type(value).__name__}"
+            raise GGUFError(f"{self.path}: the metadata {key!r} is {actual}")
         return value
 
     def read(self, name: str, out: Floats) -> None:
@@ -241,7 +241,7 @@ def _tensor(cursor: _Cursor, name: str) -> GGUFTensor:
         cursor.fail(f"{what} is empty: its dimensions are {sizes}")
     packing = BLOCK_FORMATS.get(kind)
     if packing is None:
-        known = ", ".join(each.name for each in BLOCK_FORMATS.values())
+        known = ", ".join(block_format.name for block_format in BLOCK_FORMATS.values())
         cursor.fail(f"{what} has the type {kind}; only {known} can be read")
     row = math.prod(sizes[:1])  # 1 if there are no dimensions
     if row % packing.block_elements:

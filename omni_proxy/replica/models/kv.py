@@ -71,9 +71,9 @@ class SequenceKV:
         count only once `length` is advanced, after the last layer.
         """
         end = self.length + rows.shape[0]
-        held = self._layers[layer][:, :, :end]
-        held[:, :, self.length :] = rows.permute(1, 2, 0, 3)
-        keys, values = held.unbind(0)
+        stored = self._layers[layer][:, :, :end]
+        stored[:, :, self.length :] = rows.permute(1, 2, 0, 3)
+        keys, values = stored.unbind(0)
         return keys, values
 
     def fork(self, length: int) -> SequenceKV:

@@ -96,8 +96,8 @@ def load_weights(file: GGUFFile) -> Llama:
     config = model.config
     turned = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
 
-    def fill(named: tuple[str, nn.Parameter]) -> None:
-        name, weight = named
+    def fill(item: tuple[str, nn.Parameter]) -> None:
+        name, weight = item
         file.read(stored_name(name), weight.numpy())
         heads = turned.get(name.split(".")[-2])
         if heads:
@@ -249,8 +249,8 @@ class ModelWorker:
 
     def whole(self, name: str, tensor: Tensor) -> Tensor | None:
         """As `whole_tensors`, for one tensor; None at ranks above 0."""
-        (found,) = self.whole_tensors([(name, tensor)])
-        return found.get(name)
+        (tensors,) = self.whole_tensors([(name, tensor)])
+        return tensors.get(name)
 
     def whole_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
         """Yield the complete tensors of which `tensors` are the local shards, in groups that take

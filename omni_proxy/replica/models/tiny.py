@@ -45,10 +45,10 @@ class TinyTokenizer(ByteTokenizer):
 
     def __init__(self) -> None:
         syllables = ["".join(pair) for pair in product(ONSETS, VOWELS)]
-        written = [" " + each for each in syllables] + syllables + list(PUNCTUATION)
+        written = [" " + text for text in syllables] + syllables + list(PUNCTUATION)
         self._bytes = [b""] * len(CONTROLS) + [bytes([byte]) for byte in range(256)]
-        self._bytes += [each.encode() for each in written]
-        self._ids = {each: FIRST_SYLLABLE + place for place, each in enumerate(written)}
+        self._bytes += [text.encode() for text in written]
+        self._ids = {text: FIRST_SYLLABLE + place for place, text in enumerate(written)}
         self._longest = max(map(len, written))
         self._controls = ControlTokens({name: token_id for token_id, name in enumerate(CONTROLS)})
         self.control_names = CONTROLS
@@ -60,9 +60,9 @@ class TinyTokenizer(ByteTokenizer):
         start = 0
         while start < len(text):
             for stop in range(min(start + self._longest, len(text)), start, -1):
-                found = self._ids.get(text[start:stop])
-                if found is not None:
-                    ids.append(found)
+                token_id = self._ids.get(text[start:stop])
+                if token_id is not None:
+                    ids.append(token_id)
                     break
             else:
                 stop = start + 1

@@ -255,11 +255,11 @@ def _read(
     return values
 
 
-def _of_type(kind: type, named: str) -> FieldParser:
+def _of_type(kind: type, description: str) -> FieldParser:
     def read(value: Any) -> Any:
         # TOML distinguishes true from 1; in Python, True is an int.
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-            raise TypeError(f"expected {named}, got {value!r}")
+            raise TypeError(f"expected {description}, got {value!r}")
         return value
 
     return read

@@ -130,7 +130,7 @@ class Runtime:
 
     def _exit_reason(self, host: StageHost) -> str:
         reasons = [(name, self._reasons.get(name, "")) for name in host.stages]
-        name, reason = next((named for named in reasons if named[1]), reasons[0])
+        name, reason = next(((name, reason) for name, reason in reasons if reason), reasons[0])
         return f"stage {name}: {reason or 'it ended unexpectedly'}"
 
 

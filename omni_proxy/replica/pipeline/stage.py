@@ -265,7 +265,7 @@ def make_inbox(stage: str) -> Inbox:
 
 def run_stage(name: str, factory: str, params: Mapping[str, Any], inbox: Inbox, emit: Emit) -> None:
     """Create the scheduler and run it until `Shutdown`; blocks, in the stage's thread."""
-    error = ""
+    reason = ""
     try:
         scheduler: Scheduler = import_dotted(factory)(name, **params)
         if hasattr(scheduler, "record"):
@@ -273,23 +273,23 @@ def run_stage(name: str, factory: str, params: Mapping[str, Any], inbox: Inbox, 
         info = {"supports_admin": scheduler.supports_admin, **getattr(scheduler, "info", {})}
         emit(StageReady(name, info))
         scheduler.run(inbox, InstrumentedEmit(name, emit))
-    except ModuleNotFoundError as raised:
-        error = missing_package_message(raised)
-    except Exception as raised:  # stages are user code: only this stage ends, with its reason
+    except ModuleNotFoundError as error:
+        reason = missing_package_message(error)
+    except Exception as error:  # stages are user code: only this stage ends, with its reason
         log.exception("stage_crashed stage=%s", name)
-        error = f"{type(raised).__name__}: {raised}"
-    emit(StageEnded(name, error))
+        reason = f"{type(error).__name__}: {error}"
+    emit(StageEnded(name, reason))
 
 
 def _record(stage: str, event: str, request_id: str, seen: dict[str, Any]) -> None:
     STAGE_EVENTS.record(event, request_id, stage, seen)
 
 
-def missing_package_message(fault: ModuleNotFoundError) -> str:
+def missing_package_message(error: ModuleNotFoundError) -> str:
     """The error message for a package that is not installed, with the command that installs it."""
-    name = (fault.name or "").partition(".")[0]
+    name = (error.name or "").partition(".")[0]
     if name in ("", "omni_proxy"):
-        return str(fault)
+        return str(error)
     return f"the package {name} is not installed: pip install 'omni-proxy[replica]'"
 
 

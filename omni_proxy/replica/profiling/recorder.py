@@ -130,8 +130,8 @@ class TorchTrace:
         self.stop(None)
         if not _trace_lock.acquire(blocking=False):
             return  # another stage of this process already records all threads
-        named = template.replace("{run_id}", run_id).replace("{stage}", self._stage)
-        self._path = Path(f"{named}_pid{os.getpid()}.json")
+        path_prefix = template.replace("{run_id}", run_id).replace("{stage}", self._stage)
+        self._path = Path(f"{path_prefix}_pid{os.getpid()}.json")
         try:
             from torch._C._profiler import _ExperimentalConfig
             from torch.profiler import ProfilerActivity, profile

@@ -124,22 +124,22 @@ def hops(events: Sequence[Event]) -> Iterator[tuple[str, str, str, float]]:
     chunks: dict[tuple[str, str, str, Any], int] = {}
     for event in events:
         name, request_id, stage = event["event_name"], event["request_id"], event["stage"]
-        meta, at = event["metadata"], event["timestamp_ns"]
+        meta, timestamp_ns = event["metadata"], event["timestamp_ns"]
         from_stage = str(meta.get("from_stage", ""))
         match name:
             case "stage_hop_sent":
-                payloads[request_id, stage, str(meta.get("to_stage"))].append(at)
+                payloads[request_id, stage, str(meta.get("to_stage"))].append(timestamp_ns)
             case "stage_input_received" if from_stage != "coordinator":
                 if sent := payloads[request_id, from_stage, stage]:
-                    yield from_stage, stage, "payload", (at - sent.pop(0)) / NS_PER_MS
+                    yield from_stage, stage, "payload", (timestamp_ns - sent.pop(0)) / NS_PER_MS
             case "stage_stream_chunk_sent":
                 to = str(meta.get("to_stage"))
-                chunks[request_id, stage, to, meta.get("chunk_id")] = at
+                chunks[request_id, stage, to, meta.get("chunk_id")] = timestamp_ns
             case "stage_stream_chunk_received" | "coordinator_stream_received":
                 to = stage if name.startswith("stage") else "coordinator"
                 sent_at = chunks.pop((request_id, from_stage, to, meta.get("chunk_id")), None)
                 if sent_at is not None:
-                    yield from_stage, to, "stream_chunk", (at - sent_at) / NS_PER_MS
+                    yield from_stage, to, "stream_chunk", (timestamp_ns - sent_at) / NS_PER_MS
 
 
 def render_table(summary: Mapping[str, Any]) -> str:
@@ -277,8 +277,8 @@ def _request(request_id: str, events: Sequence[Event]) -> str:
 
 
 def _bars(events: Sequence[Event], stage: str, start: int, span: int) -> Iterator[str]:
-    for _, at, interval, opened, closed in intervals(events):
-        if at == stage:
+    for _, interval_stage, interval, opened, closed in intervals(events):
+        if interval_stage == stage:
             left, width = (opened - start) * 100 / span, (closed - opened) * 100 / span
             label = escape(f"{interval}: {(closed - opened) / NS_PER_MS:.3f} ms", quote=True)
             yield _bar(f"left:calc(9.5rem + (100% - 9.5rem) * {left / 100:.5f})", width, label)

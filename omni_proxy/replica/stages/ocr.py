@@ -66,8 +66,8 @@ class OcrReader:
 
         Only the first frame of an animation is read. Raises ImageError.
         """
-        found, _ = self._recognise(pad_to_detector(decode_image(image_bytes)))
-        return join_lines(found or [])
+        detections, _ = self._recognise(pad_to_detector(decode_image(image_bytes)))
+        return join_lines(detections or [])
 
 
 def decode_image(image_bytes: bytes) -> Image.Image:
@@ -116,19 +116,19 @@ def pad_to_detector(image: Image.Image) -> Image.Image:
     return paper
 
 
-def join_lines(found: Sequence[OcrDetection]) -> list[Line]:
+def join_lines(detections: Sequence[OcrDetection]) -> list[Line]:
     """Join words side by side into lines; a line's confidence is the lowest of its words.
 
     A word belongs to a line if its middle is between the upper and lower edge of the line's first
     word.
     """
     lines: list[list[_Word]] = []
-    for word in sorted(map(_Word, found), key=lambda each: each.middle):
+    for word in sorted(map(_Word, detections), key=lambda word: word.middle):
         if lines and lines[-1][0].top <= word.middle <= lines[-1][0].bottom:
             lines[-1].append(word)
         else:
             lines.append([word])
-    return [_line(sorted(words, key=lambda each: each.left)) for words in lines]
+    return [_line(sorted(words, key=lambda word: word.left)) for words in lines]
 
 
 def _line(words: Sequence[_Word]) -> Line:
@@ -140,8 +140,8 @@ class _Word:
 
     __slots__ = ("bottom", "confidence", "left", "middle", "text", "top")
 
-    def __init__(self, found: OcrDetection) -> None:
-        corners, text, confidence = found
+    def __init__(self, detection: OcrDetection) -> None:
+        corners, text, confidence = detection
         heights = [corner[1] for corner in corners]
         self.top, self.bottom = min(heights), max(heights)
         self.middle = (self.top + self.bottom) / 2

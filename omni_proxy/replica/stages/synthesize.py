@@ -91,8 +91,8 @@ class HibariVoice:
 
     def split(self, text: str) -> list[str]:
         """Return the sentences of `text`, without blank ones."""
-        found: list[str] = self._engine.split_sentences(text)
-        return found
+        sentences: list[str] = self._engine.split_sentences(text)
+        return sentences
 
     def sentences(self, text: str, *, speed: float = 1.0, seed: int = 0) -> Iterator[Samples]:
         """Yield one float32 array at `sample_rate` per sentence, several for a very long one.
@@ -149,19 +149,19 @@ class IncrementalSentences:
     def feed(self, piece: str) -> list[str]:
         """Add text; return the sentences that no later text can change."""
         self._rest += piece
-        found = self._split(self._rest)
-        if not found:
+        sentences = self._split(self._rest)
+        if not sentences:
             return []
         # The next word determines whether the last sentence is complete.
         written = self._rest.rstrip()
-        self._rest = found[-1] + self._rest[len(written) :]
-        return found[:-1]
+        self._rest = sentences[-1] + self._rest[len(written) :]
+        return sentences[:-1]
 
     def flush(self) -> list[str]:
         """Return the sentences that are left at the end of the text."""
-        found = self._split(self._rest)
+        sentences = self._split(self._rest)
         self._rest = ""
-        return found
+        return sentences
 
 
 class VoiceModel(Protocol):

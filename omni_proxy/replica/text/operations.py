@@ -290,8 +290,8 @@ class SlowOperations:
         order = operation.order
         try:
             step = continue_steps()
-        except StopIteration as end:
-            outcome: OperationOutcome = end.value
+        except StopIteration as stop:
+            outcome: OperationOutcome = stop.value
         except Exception as error:  # an operation may raise anything; requests must continue
             log.exception("operation_failed stage=%s action=%s", self._stage, order.action)
             outcome = failure(f"{type(error).__name__}: {error}")

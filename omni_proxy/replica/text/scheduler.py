@@ -244,8 +244,8 @@ class TextScheduler:
             if request_id in self.active_ids():
                 raise PromptError(f"Request {request_id} already exists")
             self._enqueue(parse_prompt(payload, self._fit, self._clock()))
-        except PromptError as fault:
-            self.emit(StageFailure(request_id, self._stage, str(fault), fault.kind))
+        except PromptError as error:
+            self.emit(StageFailure(request_id, self._stage, str(error), error.kind))
             return
         except Exception as error:  # no request may end the loop
             log.exception("request_rejected stage=%s", self._stage)
@@ -363,8 +363,8 @@ class TextScheduler:
         idle, self._idle = self._idle, None
         if idle is not None:
             idle.set()
-        held, self._held = self._held, []
-        for prompt in held:
+        prompts, self._held = self._held, []
+        for prompt in prompts:
             self._enqueue(prompt)
 
     def drop_all(self) -> int:

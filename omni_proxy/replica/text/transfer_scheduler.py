@@ -142,8 +142,8 @@ class TransferScheduler(TextScheduler):
                 raise RuntimeError(f"the thread that transfers KVs has ended: {reason}")
 
     def _enqueue(self, prompt: Prompt) -> None:
-        held = self._idle is not None
-        if held or prompt.transfer is None or prompt.request_id in self._ready:
+        is_waiting = self._idle is not None
+        if is_waiting or prompt.transfer is None or prompt.request_id in self._ready:
             super()._enqueue(prompt)
         elif self._slow.halting:  # half-changed weights have no valid digest
             self._pending.append(prompt)
@@ -324,7 +324,7 @@ class TransferScheduler(TextScheduler):
         return super().active_ids() + waiting + list(self._handing_over)
 
     def _not_queued(self) -> list[Prompt]:
-        fetching = [prompt for each in self._fetching.values() for prompt in each.prompts]
+        fetching = [prompt for fetch in self._fetching.values() for prompt in fetch.prompts]
         return [*self._pending, *self._unmet.values(), *fetching]
 
     def _unbegun(self) -> list[Prompt]:
@@ -369,7 +369,7 @@ class TransferScheduler(TextScheduler):
         self._ready.discard(request_id)
         self._unmet.pop(request_id, None)
         self._handing_over.pop(request_id, None)
-        self._pending = [each for each in self._pending if each.request_id != request_id]
+        self._pending = [prompt for prompt in self._pending if prompt.request_id != request_id]
         self._take_import(request_id)
         leg = self._legs.pop(request_id, None)
         if leg is not None:
@@ -381,7 +381,9 @@ class TransferScheduler(TextScheduler):
         fetching = self._fetching.get(group)
         if fetching is None:
             return
-        fetching.prompts = [each for each in fetching.prompts if each.request_id != request_id]
+        fetching.prompts = [
+            prompt for prompt in fetching.prompts if prompt.request_id != request_id
+        ]
         if not fetching.prompts:
             del self._fetching[group]
             self._transfers.cancel(fetching.order)
@@ -409,8 +411,8 @@ class TransferScheduler(TextScheduler):
         def wanted(export: Export) -> bool:
             own = export.request_id
             base, _, number = own.rpartition("-")
-            named = own in ids or (number.isdecimal() and base in ids)
-            return bool(payload.get("all")) or named or bool(prefix and own.startswith(prefix))
+            listed = own in ids or (number.isdecimal() and base in ids)
+            return bool(payload.get("all")) or listed or bool(prefix and own.startswith(prefix))
 
         count = self._transfers.table.drop(wanted, "its request was aborted")
         return True, "ok", {"released": count}, None

@@ -142,10 +142,10 @@ class RankGroup:
 
     def close(self) -> None:
         """Leaves the group; waits up to CLOSE_SECS for a collective operation that still runs."""
-        held = [self._group]
+        groups = [self._group]
         self._group = None
         # Its destructor waits for running operations, and would abort a process that is exiting.
-        closing = threading.Thread(target=held.clear, name="tp-close", daemon=True)
+        closing = threading.Thread(target=groups.clear, name="tp-close", daemon=True)
         closing.start()
         closing.join(CLOSE_SECS)
 

@@ -133,25 +133,27 @@ class Followers:
 
     def start(self, factory: str, params: Iterable[dict[str, Any]]) -> None:
         """Start one process for each element of `params`; the first is rank 1."""
-        for rank, each in enumerate(params, 1):
+        for rank, rank_params in enumerate(params, 1):
             self._members.append(Follower(rank))
-            self._members[-1].begin(StageCall(self._stage, factory, each))
+            self._members[-1].begin(StageCall(self._stage, factory, rank_params))
 
     def await_ready(self) -> None:
         """Wait until all have loaded their part; raises RankLost if one fails to."""
         until = time.monotonic() + READY_SECS
         for member in self._members:
             try:
-                while not any(isinstance(each, StageReady) for each in self._next(member, until)):
+                while not any(
+                    isinstance(message, StageReady) for message in self._next(member, until)
+                ):
                     pass
             except (OSError, FrameError, msgspec.DecodeError) as error:
                 raise self.lose(member.rank, str(error)) from error
 
     def _next(self, member: Follower, until: float | None = None) -> list[FollowerMessage]:
         received = member.receive(until)
-        for each in received:
-            if isinstance(each, StageEnded):
-                raise ConnectionAbortedError(each.error or "it ended unexpectedly")
+        for message in received:
+            if isinstance(message, StageEnded):
+                raise ConnectionAbortedError(message.error or "it ended unexpectedly")
         return received
 
     def lose(self, rank: int, reason: str) -> RankLost:

@@ -90,7 +90,7 @@ class RankFanOut:
     @property
     def halting(self) -> bool:
         """Whether any follower runs a step during which no batch may be computed."""
-        return any(each.announced and each.halting for each in self._live.values())
+        return any(operation.announced and operation.halting for operation in self._live.values())
 
     def run(self, order: Admin, begin: Callable[[], None]) -> None:
         """Starts the operation at rank 0, then at the others unless rank 0 has refused it."""
@@ -238,14 +238,18 @@ def merged(
     """
     local = msgspec.structs.replace(own, rank=0, role="leader")
     ranked = [local, *others]
-    failed = [each for each in ranked if not each.success]
+    failed = [result for result in ranked if not result.success]
     message, error = own.message, own.error
     if own.success and missing:
         message, error = NOT_COLLECTED, f"{NOT_COLLECTED}: {_named(missing)}"
     elif own.success and failed:
         message = error = "; ".join(map(_describe, failed))
-    merged = {"tp_size": size, "rank_results": [msgspec.structs.asdict(each) for each in ranked]}
-    if damaged := [each for each in ranked if _damaged(each)]:  # rank 0's own weights are intact
+    merged = {
+        "tp_size": size,
+        "rank_results": [msgspec.structs.asdict(result) for result in ranked],
+    }
+    damaged = [result for result in ranked if _damaged(result)]
+    if damaged:  # rank 0's own weights are intact
         message = error = "; ".join(map(_describe, damaged))
         merged |= {DAMAGED: True, "engine_paused": True}
     return msgspec.structs.replace(

@@ -144,4 +144,6 @@ class RankWorker(ModelWorker):
         if self.tp_rank:
             return {}
         parts_by_name = zip(slices, parts, strict=True)
-        return dict(group) | {name: shard.gather(name, each) for name, each in parts_by_name}
+        return dict(group) | {
+            name: shard.gather(name, rank_parts) for name, rank_parts in parts_by_name
+        }

@@ -37,13 +37,13 @@ def metadata_of(target: LiveTensors) -> Metadata:
     order = sorted(tensors, key=lambda name: tensors[name].nbytes, reverse=True)
     cores = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(cores, thread_name_prefix="checksum") as pool:
-        found = dict(zip(order, pool.map(lambda n: digest_of(n, tensors[n]), order), strict=True))
+        digests = dict(zip(order, pool.map(lambda n: digest_of(n, tensors[n]), order), strict=True))
     return {
         name: {
             "name": name,
             "shape": list(tensor.shape),
             "dtype": str(tensor.dtype),
-            "sha256": found[name],
+            "sha256": digests[name],
         }
         for name, tensor in tensors.items()
     }
@@ -93,7 +93,7 @@ class WeightsChecker:
         self.require(action)
         started_s = self._clock()
         metadata = metadata_of(self._target)
-        checksums = {name: each["sha256"] for name, each in metadata.items()}
+        checksums = {name: entry["sha256"] for name, entry in metadata.items()}
         data: dict[str, Any] = {
             "action": action,
             "tensor_count": len(metadata),

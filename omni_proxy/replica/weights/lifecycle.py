@@ -252,9 +252,9 @@ class Lifecycle:
         try:
             # An undo is needed only if another rank fails.
             yield staged.apply if self._target.split else staged.apply_without_rollback
-        except PeerError as fault:
+        except PeerError as error:
             staged.undo()
-            raise ApplyError(str(fault)) from fault
+            raise ApplyError(str(error)) from error
         # The swap is done at every rank, also at one that is late with this step.
         with suppress(PeerError):
             yield staged.forget
@@ -343,19 +343,19 @@ class Lifecycle:
         """The result of an update that did not complete."""
         if not isinstance(error, CallOutOfOrder):  # such a call is refused and ends no sync
             self.integrity.broken()
-        held = self.integrity.describe(self._scheduler.weight_version)
+        state = self.integrity.describe(self._scheduler.weight_version)
         match error:
             case WeightsError() | GroupError() | PeerError():
-                message = f"{str(error).rstrip('.')}. Nothing was changed: {held}"
+                message = f"{str(error).rstrip('.')}. Nothing was changed: {state}"
             case ApplyError():
-                message = f"The swap failed and was undone: {held}. {error}"
+                message = f"The swap failed and was undone: {state}. {error}"
             case DamagedWeightsError():
                 self.damaged()
                 details = {**details, DAMAGED: True}
                 message = f"The weights are damaged: update them before you continue. {error}"
             case _:
                 log.error("weight_update_failed", exc_info=error)
-                message = f"{type(error).__name__}: {error}. Nothing was changed: {held}"
+                message = f"{type(error).__name__}: {error}. Nothing was changed: {state}"
         if options.keep_pause or options.pause_on_failure:
             self._hold()
         status = {"status_code": error.status} if isinstance(error, CallOutOfOrder) else {}

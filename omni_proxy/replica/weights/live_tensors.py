@@ -38,13 +38,13 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 def can_swap(pairs: Iterable[Pair]) -> list[bool]:
     """For each (live, new), whether it can be swapped; never if two tensors share memory."""
     seen: set[int] = set()
-    found = []
+    results = []
     for live, new in pairs:
         places = {live.data_ptr(), new.data_ptr()} if _plain(live) and _plain(new) else set()
         apart = len(places) == 2 and not places & seen
-        found.append(apart and live.dtype == new.dtype and live.shape == new.shape)
+        results.append(apart and live.dtype == new.dtype and live.shape == new.shape)
         seen |= places
-    return found
+    return results
 
 
 def swap_tensors(pairs: Iterable[Pair]) -> None:
@@ -90,8 +90,8 @@ def _shares(live: Tensor, new: Tensor) -> Iterator[tuple[Bytes, Bytes]]:
 
 
 def _bytes(tensor: Tensor) -> Bytes:
-    found: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
-    return found
+    flat: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return flat
 
 
 def _exchange(one: Bytes, other: Bytes, room: Bytes) -> None:
@@ -205,8 +205,8 @@ class LiveTensors:
 
     def require_all(self, names: Iterable[str]) -> None:
         """Raises WeightsError if a tensor of the model is not among `names`."""
-        found = {self._aliases.get(name, name) for name in names}
-        missing = [name for name in self._tensors if name not in found]
+        sent = {self._aliases.get(name, name) for name in names}
+        missing = [name for name in self._tensors if name not in sent]
         if missing:
             raise WeightsError(
                 f"{len(missing)} of the model's {len(self._tensors)} tensors are missing: "
@@ -313,8 +313,8 @@ class StagedTensors:
 
     def forget(self) -> None:
         """Frees all memory; slow, so not for the scheduler's thread."""
-        for held in (self._new, self._old):
-            while held:
-                held.popitem()
+        for tensors in (self._new, self._old):
+            while tensors:
+                tensors.popitem()
         while self._lenders:
             self._lenders.pop()()

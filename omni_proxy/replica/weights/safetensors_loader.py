@@ -75,8 +75,8 @@ class ReadBufferPool:
             block = None
         if block is None or block.nbytes < nbytes:
             block = allocate_read_buffer(nbytes)
-        given: Tensor = block
-        return given[:nbytes], lambda: self._back(given)
+        buffer: Tensor = block
+        return buffer[:nbytes], lambda: self._back(buffer)
 
     def _back(self, block: Tensor) -> None:
         self._kept.clear()
@@ -191,11 +191,11 @@ class SafetensorsLoader:
 
     @property
     def names(self) -> list[str]:
-        return [each.name for each in self._wanted]
+        return [tensor.name for tensor in self._wanted]
 
     @property
     def unconverted(self) -> list[_SelectedTensor]:
-        return [each for each in self._wanted if self._needs_no_conversion(each)]
+        return [tensor for tensor in self._wanted if self._needs_no_conversion(tensor)]
 
     def open_file(self, part: FileSelection) -> None:
         """Opens a file and checks its tensors; raises OSError, WeightsError if one does not fit."""
@@ -212,8 +212,10 @@ class SafetensorsLoader:
     def is_of(self, parts: Sequence[FileSelection]) -> bool:
         """Whether these paths name the open files, also after a rename. Raises OSError."""
         opened = [os.fstat(file.fileno()) for file, _ in self._sources]
-        named = [part.path.stat() for part in parts if part.names is None and part.sha256 is None]
-        return len(named) == len(parts) == len(opened) and all(map(os.path.samestat, opened, named))
+        wanted = [part.path.stat() for part in parts if part.names is None and part.sha256 is None]
+        return len(wanted) == len(parts) == len(opened) and all(
+            map(os.path.samestat, opened, wanted)
+        )
 
     def read(self, upto: int, threads: int) -> int:
         """Reads the block's bytes before offset `upto` of each file; returns how many remain.
@@ -240,10 +242,12 @@ class SafetensorsLoader:
         assert room_ is not None
         staged = StagedTensors(self._target, room_.give_back)
         try:
-            for each in self._wanted:
-                tensor = room_.tensors.pop(each, None)
-                staged.add(each.name, _alone(each, cores) if tensor is None else tensor)
-                del tensor
+            for selected in self._wanted:
+                read_tensor = room_.tensors.pop(selected, None)
+                staged.add(
+                    selected.name, _alone(selected, cores) if read_tensor is None else read_tensor
+                )
+                del read_tensor
         except (WeightsError, OSError):
             room_.tensors.clear()
             staged.forget()
@@ -261,8 +265,8 @@ class SafetensorsLoader:
     def _taken(self) -> _LoadBlock:
         places, nbytes = _side_by_side(self.unconverted)
         block, give_back = self._rooms.take(nbytes)
-        tensors = {each: each.within(block, start) for each, start in places.items()}
-        return _LoadBlock(give_back, tensors, [each.piece(tensors[each]) for each in places])
+        tensors = {tensor: tensor.within(block, start) for tensor, start in places.items()}
+        return _LoadBlock(give_back, tensors, [tensor.piece(tensors[tensor]) for tensor in places])
 
     def _needs_no_conversion(self, wanted: _SelectedTensor) -> bool:
         """Whether the tensor needs no conversion: same dtype and shape, and on the CPU."""
@@ -275,7 +279,7 @@ class SafetensorsLoader:
 
 def _side_by_side(wanted: Sequence[_SelectedTensor]) -> tuple[dict[_SelectedTensor, int], int]:
     """The offset of each tensor in one block of memory, and the block's size in bytes."""
-    starts = aligned_starts([each.form.nbytes for each in wanted])
+    starts = aligned_starts([tensor.form.nbytes for tensor in wanted])
     end = starts[-1] + wanted[-1].form.nbytes if wanted else 0
     return dict(zip(wanted, starts, strict=True)), end
 
@@ -290,16 +294,16 @@ def _fill(pieces: Sequence[FilePiece], wanted: Sequence[_SelectedTensor], thread
     try:
         read_pieces(pieces, threads)
     except TruncatedFile:
-        titles = ", ".join(dict.fromkeys(each.stored.title for each in wanted))
+        titles = ", ".join(dict.fromkeys(tensor.stored.title for tensor in wanted))
         raise WeightsError(f"{titles} ended in the middle of a tensor") from None
 
 
 def _require_digest(file: BufferedReader, part: FileSelection) -> None:
     if part.sha256 is not None:
         file.seek(0)
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != part.sha256.lower():
-            raise WeightsError(f"{part.path} has the SHA-256 {found}, not the expected one")
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != part.sha256.lower():
+            raise WeightsError(f"{part.path} has the SHA-256 {digest}, not the expected one")
 
 
 # How long a prefetched file is kept if no update uses it: its writer may have failed.
@@ -341,7 +345,7 @@ class FilePrefetcher:
                 self._drop()
                 raise
             self._restart_timer()
-            return sum(each.form.nbytes for each in loading.unconverted)
+            return sum(tensor.form.nbytes for tensor in loading.unconverted)
 
     def take(self, parts: Sequence[FileSelection]) -> SafetensorsLoader | None:
         """The loader of exactly these files, which the caller must close, or None.

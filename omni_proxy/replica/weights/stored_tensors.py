@@ -131,7 +131,7 @@ class StoredTensors:
     def _check_layout(self, data_bytes: int) -> None:
         """The tensors must fill the data without gaps, as the format requires."""
         place = 0
-        for name, entry in sorted(self._entries.items(), key=lambda each: each[1].data_offsets):
+        for name, entry in sorted(self._entries.items(), key=lambda item: item[1].data_offsets):
             begin, end = entry.data_offsets
             nbytes = math.prod(entry.shape) * STORED_DTYPES[entry.dtype].itemsize
             if begin != place or end - begin != nbytes:

@@ -182,7 +182,7 @@ class TrainerGroups:
             receiver.init(rendezvous, stop)
         except GroupError as error:
             groups = receiver.status()["groups"] if known else []
-            if any(each["group_name"] == rendezvous.group_name for each in groups):
+            if any(group["group_name"] == rendezvous.group_name for group in groups):
                 raise CallOutOfOrder(
                     f"the group already exists: {error}", CONFLICT_STATUS
                 ) from None
@@ -224,8 +224,10 @@ class TrainerGroups:
         plans = parse_plans(payload)
         staged = StagedTensors(self._target)
         for plan in plans:
-            for each in plan.tensors:
-                staged.check(each.name, TensorSignature(getattr(torch, each.dtype), each.shape))
+            for tensor in plan.tensors:
+                staged.check(
+                    tensor.name, TensorSignature(getattr(torch, tensor.dtype), tensor.shape)
+                )
         return plans
 
     def arm(self, wanted: ArmRequest, *, halting: bool) -> StepGenerator[PendingTransfer]:

@@ -131,5 +131,5 @@ def _size(current: PendingTransfer) -> dict[str, Any]:
     return {
         "num_buckets": len(current.plans),
         "num_tensors": sum(len(plan.tensors) for plan in current.plans),
-        "num_bytes": sum(each.nbytes for plan in current.plans for each in plan.tensors),
+        "num_bytes": sum(tensor.nbytes for plan in current.plans for tensor in plan.tensors),
     }

@@ -168,8 +168,10 @@ class WeightActions:
 
     def _stage(self, payload: dict[str, Any]) -> StagedTensors:
         """Raises WeightsError."""
-        named = payload.get("model_path") == self._first_name and payload.get("manifest") is None
-        if self._load_first is None or not named:
+        is_first_model = (
+            payload.get("model_path") == self._first_name and payload.get("manifest") is None
+        )
+        if self._load_first is None or not is_first_model:
             return self._folder.stage(payload, self._target)
         staged = StagedTensors(self._target)
         for name, tensor in LiveTensors(self._load_first()):
@@ -294,8 +296,8 @@ class WeightActions:
         """The first rows of the whole tensor; at ranks other than the first, of the rank's part."""
         tensor = self._target.live(name)
         whole = self._scheduler.worker.whole(name, tensor)
-        held = tensor if whole is None else whole
-        rows: list[Any] = held[:count].detach().float().cpu().tolist()
+        values = tensor if whole is None else whole
+        rows: list[Any] = values[:count].detach().float().cpu().tolist()
         return rows
 
     def weights_checker(self, order: Admin) -> Steps:

@@ -95,7 +95,8 @@ def announced(info: Mapping[str, Any], form: WireForm) -> dict[str, Any]:
             )
     if not form.packed:
         return {"names": names, "dtypes": dtypes, "shapes": shapes}
-    ends = packed_ends([_nbytes(*each) for each in zip(dtypes, shapes, strict=True)], form)
+    sizes = [_nbytes(dtype, shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    ends = packed_ends(sizes, form)
     buckets = [
         {"names": names[start:end], "dtypes": dtypes[start:end], "shapes": shapes[start:end]}
         for start, end in zip([0, *ends], ends, strict=False)

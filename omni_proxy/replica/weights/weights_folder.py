@@ -121,20 +121,20 @@ class WeightsFolder:
         if not isinstance(path, str) or not path:
             raise WeightsError("model_path must be the path of a safetensors file or folder")
         try:
-            found = ((folder or self._root) / path).resolve()
+            resolved = ((folder or self._root) / path).resolve()
         except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL
             raise WeightsError(f"{short_repr(path)} is not a valid path: {error}") from None
-        if not found.is_relative_to(self._root):
+        if not resolved.is_relative_to(self._root):
             raise WeightsError(f"{short_repr(path)} is outside --weights-root {self._root}")
-        return found
+        return resolved
 
     def _parts(self, place: Path, manifest: UpdateManifest | None) -> list[FileSelection]:
         if manifest is not None and manifest.tensors is not None:
             return self._mapped(place, manifest.tensors)
         if manifest is not None:
-            named = [ManifestFile(f) if isinstance(f, str) else f for f in manifest.files or ()]
+            files = [ManifestFile(f) if isinstance(f, str) else f for f in manifest.files or ()]
             return [
-                FileSelection(self._file(place, each.path), None, each.sha256) for each in named
+                FileSelection(self._file(place, file.path), None, file.sha256) for file in files
             ]
         if place.is_file():
             return [FileSelection(place)]
@@ -145,10 +145,10 @@ class WeightsFolder:
         index = self._file(place, INDEX_FILE) if (place / INDEX_FILE).exists() else None
         if index is not None:
             return self._mapped(place, _weight_map(index))
-        found = sorted(place.glob("*.safetensors"))
-        if not found:
+        paths = sorted(place.glob("*.safetensors"))
+        if not paths:
             raise WeightsError(f"{place} has no .safetensors file; no other format is supported")
-        return [FileSelection(self._file(place, path.name)) for path in found]
+        return [FileSelection(self._file(place, path.name)) for path in paths]
 
     def _mapped(self, place: Path, tensors: Mapping[str, str]) -> list[FileSelection]:
         names: dict[str, list[str]] = {}

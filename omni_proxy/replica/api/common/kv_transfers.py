@@ -26,39 +26,39 @@ REQUEST_ID_HEADER = "X-Request-Id"
 
 def with_transfers(
     context: RouteContext,
-    given: Any,
+    payload: Any,
     requests: Sequence[GenerateRequest],
     request_id: str,
     prompts: int = 1,
 ) -> list[GenerateRequest]:
     """Return the requests of one body, each with its KV transfer. Raises DetailError 400."""
-    fields = given if isinstance(given, dict) else {}
+    fields = payload if isinstance(payload, dict) else {}
     try:
         specs = context.transfer.specs(fields, request_id, len(requests), prompts)
     except InvalidTransfer as error:
         raise DetailError(400, str(error)) from None
     return [
-        each
+        request
         if spec is None
-        else replace(each, extra_params={**each.extra_params, "kv_transfer": to_params(spec)})
-        for each, spec in zip(requests, specs, strict=True)
+        else replace(request, extra_params={**request.extra_params, "kv_transfer": to_params(spec)})
+        for request, spec in zip(requests, specs, strict=True)
     ]
 
 
-def leg_fields(context: RouteContext, given: dict[str, Any]) -> dict[str, Any]:
+def leg_fields(context: RouteContext, fields: dict[str, Any]) -> dict[str, Any]:
     """Return a body's fields; for a prefill leg, without the minimum token counts.
 
     vLLM's router sets `min_tokens` on every leg, but only the decode leg generates the response.
     """
     if context.transfer.role != "prefill":
-        return given
-    return {name: value for name, value in given.items() if name not in MIN_FIELDS}
+        return fields
+    return {name: value for name, value in fields.items() if name not in MIN_FIELDS}
 
 
 def transfer_answer(results: Iterable[CompletionResult]) -> dict[str, Any]:
     """The `kv_transfer_params` at the top of a prefill leg's response, if a KV was kept."""
-    kept = (result.extra.get(PARAMS) for result in results)
-    params = next((each for each in kept if each is not None), None)
+    all_params = (result.extra.get(PARAMS) for result in results)
+    params = next((params for params in all_params if params is not None), None)
     return {} if params is None else {PARAMS: params}
 
 
@@ -71,14 +71,14 @@ async def release_kept(context: RouteContext, which: dict[str, Any]) -> None:
         await context.client.admin("release_kv", which, None, RELEASE_SECS)
 
 
-def given_id(context: RouteContext, *named: object) -> str | None:
+def caller_request_id(context: RouteContext, *body_ids: object) -> str | None:
     """Return the request's id, or None: the first non-empty string of `named`, the body's ids.
 
     Without one, it is the request id header, if the replica has a role and a vLLM connector.
     """
-    for name in named:
-        if isinstance(name, str) and name:
-            return name
+    for body_id in body_ids:
+        if isinstance(body_id, str) and body_id:
+            return body_id
     if context.transfer.role != "null" and context.transfer.connector != "sglang":
         return request.headers.get(REQUEST_ID_HEADER)
     return None

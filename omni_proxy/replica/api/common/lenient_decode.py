@@ -41,8 +41,8 @@ _BOUNDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
 }
 
 
-def problem(kind: str, loc: Loc, message: str, given: object, **ctx: object) -> dict[str, Any]:
-    item = {"type": kind, "loc": list(loc), "msg": message, "input": given}
+def problem(kind: str, loc: Loc, message: str, value: object, **ctx: object) -> dict[str, Any]:
+    item = {"type": kind, "loc": list(loc), "msg": message, "input": value}
     return item | {"ctx": ctx} if ctx else item
 
 
@@ -201,7 +201,7 @@ def _number(kind: inspect.FloatType, value: object, loc: Loc, problems: Problems
 def _bounded(
     kind: inspect.IntType | inspect.FloatType,
     coerced: float,
-    given: object,
+    value: object,
     out: tuple[Loc, Problems],
 ) -> Any:
     loc, problems = out
@@ -209,7 +209,7 @@ def _bounded(
         bound = getattr(kind, name)
         if bound is not None and not holds(coerced, bound):
             message = f"Input should be {comparison} {bound}"
-            problems.append(problem(error_type, loc, message, given, **{name: bound}))
+            problems.append(problem(error_type, loc, message, value, **{name: bound}))
     return coerced
 
 
@@ -304,7 +304,7 @@ async def validate_body(kind: type[S]) -> S:
     return validate(kind, await json_body())
 
 
-def value_error(message: str, given: object) -> InvalidBody:
+def value_error(message: str, value: object) -> InvalidBody:
     """The 422 for a body whose fields are valid individually but not together."""
-    item = problem("value_error", ("body",), f"Value error, {message}", given)
+    item = problem("value_error", ("body",), f"Value error, {message}", value)
     return InvalidBody([item | {"ctx": {"error": {}}}])

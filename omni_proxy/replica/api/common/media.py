@@ -174,8 +174,8 @@ async def _resolve(url: str, allowed: tuple[str, ...], allow_private: bool, kind
 
 
 def _is_public(address: str) -> bool:
-    at = ipaddress.ip_address(address.partition("%")[0])
-    return at.is_global and not at.is_multicast
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    return ip.is_global and not ip.is_multicast
 
 
 async def _get(target: _Target, max_bytes: int) -> _Response:

@@ -39,7 +39,7 @@ class PromptTokens:
     ) -> list[int]:
         """The tokens of a chat, without those of its media. Raises DetailError."""
         builder = await self._loaded()
-        plain = [{"role": each.role, "content": each.content} for each in messages]
+        plain = [{"role": message.role, "content": message.content} for message in messages]
 
         def tokens() -> list[int]:
             return builder.message_tokens(plain, generation_prompt=generation_prompt)

@@ -23,7 +23,7 @@ from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import DetailError, json_response
 from omni_proxy.replica.api.common.kv_transfers import (
-    given_id,
+    caller_request_id,
     leg_fields,
     transfer_answer,
     with_transfers,
@@ -250,12 +250,12 @@ class ChatRoutes:
         self._context = context
 
     async def complete(self) -> Response:
-        given = await json_body()
-        body = validate(ChatBody, given)
+        payload = await json_body()
+        body = validate(ChatBody, payload)
         if not (body.messages or body.audios or body.images or body.videos):
-            raise value_error("messages must not be empty", given)
-        check_supported_fields(leg_fields(self._context, given))
-        check_no_tools(given)
+            raise value_error("messages must not be empty", payload)
+        check_supported_fields(leg_fields(self._context, payload))
+        check_no_tools(payload)
         count = parse_choice_count(body.n)
         top_logprobs = parse_top_logprobs(body.logprobs, body.top_logprobs)
         check_biases(body, self._context)
@@ -263,7 +263,7 @@ class ChatRoutes:
         schema = await response_schema(self._context, body.response_format)
         request = await self._to_generate_request(body, options, top_logprobs, schema)
         requests = requests_for_choices(request, count)
-        requests = with_transfers(self._context, given, requests, options.request_id)
+        requests = with_transfers(self._context, payload, requests, options.request_id)
         return await self._answer(options, requests)
 
     async def _answer(
@@ -301,7 +301,7 @@ class ChatRoutes:
                 400, f"audio.format {audio_format!r} is not supported; use {supported}"
             )
         return ChatResponseOptions(
-            request_id=new_request_id(given_id(self._context, body.request_id, body.rid)),
+            request_id=new_request_id(caller_request_id(self._context, body.request_id, body.rid)),
             model=body.model or self._context.model_name,
             modalities=modalities,
             audio_format=audio_format,
@@ -319,9 +319,9 @@ class ChatRoutes:
         if body.videos:
             raise_unsupported_medium("video", "videos")
         reader = MediaReader(self._context)
-        given = [(message.role, message.content) for message in body.messages]
+        turns = [(message.role, message.content) for message in body.messages]
         attachments = {"audio": body.audios or (), "image": body.images or ()}
-        messages = await reader.messages(given, attachments)
+        messages = await reader.messages(turns, attachments)
         limit = body.max_completion_tokens or body.max_tokens
         talker = {name: getattr(body, name) for name in TALKER}
         return GenerateRequest(

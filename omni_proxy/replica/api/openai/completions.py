@@ -21,7 +21,7 @@ from omni_proxy.replica.api.common.errors import (
     to_openai_error,
 )
 from omni_proxy.replica.api.common.kv_transfers import (
-    given_id,
+    caller_request_id,
     leg_fields,
     transfer_answer,
     with_transfers,
@@ -76,31 +76,31 @@ class CompletionRoutes:
 
     async def complete(self) -> Response:
         try:
-            given = await json_body()
-            body = validate(CompletionBody, given)
+            payload = await json_body()
+            body = validate(CompletionBody, payload)
             _check_supported(body)
-            check_supported_fields(leg_fields(self._context, given))
+            check_supported_fields(leg_fields(self._context, payload))
             check_biases(body, self._context)
             prompts, _ = parse_prompts(body.prompt, "prompt")
             schema = await response_schema(self._context, body.response_format)
-            return await self._answer(body, given, prompts, schema)
+            return await self._answer(body, payload, prompts, schema)
         except (DetailError, *CLIENT_ERRORS) as error:
             raise to_openai_error(error) from None
 
     async def _answer(
-        self, body: CompletionBody, given: Any, prompts: list[Prompt], schema: str | None
+        self, body: CompletionBody, payload: Any, prompts: list[Prompt], schema: str | None
     ) -> Response:
         context = self._context
         count = parse_choice_count(body.n)
         if count * len(prompts) > MAX_PROMPTS:
             message = f"n times the prompts is {count * len(prompts)}; the limit is {MAX_PROMPTS}"
             raise DetailError(400, message)
-        request_id = new_request_id(given_id(context, body.request_id, body.rid))
+        request_id = new_request_id(caller_request_id(context, body.request_id, body.rid))
         per_prompt = [_to_generate_request(body, prompt, schema) for prompt in prompts]
         requests = [
             choice for request in per_prompt for choice in requests_for_choices(request, count)
         ]
-        requests = with_transfers(context, given, requests, request_id, len(prompts))
+        requests = with_transfers(context, payload, requests, request_id, len(prompts))
         ids = request_ids(request_id, len(requests), None if body.request_id else body.rid)
         head = _head(request_id, body.model or context.model_name)
         stops = stop_strings(body.stop)

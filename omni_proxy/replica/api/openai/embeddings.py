@@ -51,9 +51,7 @@ class EmbeddingRoutes:
                 400, "dimensions is not supported: vectors have the model's own width"
             )
         inputs, _ = parse_prompts(body.input, "input")
-        requests = [
-            GenerateRequest(prompt=given, model=body.model, task="embed") for given in inputs
-        ]
+        requests = [GenerateRequest(prompt=text, model=body.model, task="embed") for text in inputs]
         results = await complete_all(
             self._context.client, requests, request_ids(new_request_id(), len(requests))
         )

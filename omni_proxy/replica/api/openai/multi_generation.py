@@ -27,15 +27,19 @@ MAX_BUFFERED_CHUNKS = 16
 MAX_CONCURRENT = 16  # generations of one request that run at the same time
 
 
-def request_ids(request_id: str, count: int, named: str | Sequence[str] | None = None) -> list[str]:
+def request_ids(
+    request_id: str, count: int, caller_ids: str | Sequence[str] | None = None
+) -> list[str]:
     """One id for each of `count` requests, derived from `request_id`; a single request has it.
 
     If the caller `named` a list of ids, it must have one for each request. Raises DetailError 400.
     """
-    if named is not None and not isinstance(named, str):
-        if len(named) != count:
-            raise DetailError(400, f"rid has {len(named)} elements, and there are {count} prompts")
-        return list(named)
+    if caller_ids is not None and not isinstance(caller_ids, str):
+        if len(caller_ids) != count:
+            raise DetailError(
+                400, f"rid has {len(caller_ids)} elements, and there are {count} prompts"
+            )
+        return list(caller_ids)
     return [request_id] if count == 1 else [f"{request_id}-{index}" for index in range(count)]
 
 

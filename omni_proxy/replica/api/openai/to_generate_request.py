@@ -123,8 +123,8 @@ class CommonFields(Struct, kw_only=True):
 
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     """Stop strings in request order, without empty ones, which would end every text immediately."""
-    given = [stop] if isinstance(stop, str) else stop or []
-    return tuple(text for text in given if text)
+    stops = [stop] if isinstance(stop, str) else stop or []
+    return tuple(text for text in stops if text)
 
 
 def sampling_params(
@@ -141,14 +141,14 @@ def sampling_params(
     so that the request gets the plain sampler. `top` is the number of top candidates to list per
     token; it implies `logprobs`.
     """
-    given = partial(getattr, body)
+    field = partial(getattr, body)
     return SamplingParams(
-        **{name: given(name, None) for name in SAMPLING_FIELDS},
-        **{name: given(name, None) or None for name in SHAPING_FIELDS},
+        **{name: field(name, None) for name in SAMPLING_FIELDS},
+        **{name: field(name, None) or None for name in SHAPING_FIELDS},
         max_new_tokens=max_new_tokens,
-        stop=stop_strings(given("stop", None)),
-        stop_token_ids=tuple(given("stop_token_ids", None) or ()),
-        ignore_eos=bool(given("ignore_eos", None)),
+        stop=stop_strings(field("stop", None)),
+        stop_token_ids=tuple(field("stop_token_ids", None) or ()),
+        ignore_eos=bool(field("ignore_eos", None)),
         logprobs=logprobs or top is not None,
         top_logprobs=top,
         json_schema=schema,
@@ -172,8 +172,8 @@ def check_biases(body: CommonFields, context: RouteContext) -> None:
             )
 
 
-def new_request_id(given: str | None = None) -> str:
-    return given or str(uuid.uuid4())
+def new_request_id(caller_id: str | None = None) -> str:
+    return caller_id or str(uuid.uuid4())
 
 
 def parse_prompts(value: Any, name: str) -> tuple[list[Prompt], bool]:
@@ -201,26 +201,28 @@ def _is_token_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def check_supported_fields(given: dict[str, Any]) -> None:
+def check_supported_fields(fields: dict[str, Any]) -> None:
     """Raises DetailError 400 for the first unsupported field of a body that is set."""
     for name, instead in UNSUPPORTED_FIELDS.items():
-        if given.get(name):  # null, false, 0 and empty values request nothing
+        if fields.get(name):  # null, false, 0 and empty values request nothing
             raise DetailError(400, f"{name} is not supported: {instead}")
 
 
-def check_no_tools(given: dict[str, Any]) -> None:
+def check_no_tools(fields: dict[str, Any]) -> None:
     """Raises DetailError 400 if a body requires a tool call; "auto" allows a text response."""
     for name in ("tool_choice", "function_call"):
-        if given.get(name) not in TEXT_TOOL_CHOICES:
+        if fields.get(name) not in TEXT_TOOL_CHOICES:
             raise DetailError(400, f"{name} must be auto or none: {NO_TOOLS}")
 
 
-async def response_schema(context: RouteContext, given: dict[str, Any] | None) -> str | None:
+async def response_schema(
+    context: RouteContext, response_format: dict[str, Any] | None
+) -> str | None:
     """Return the schema of a `response_format` as text; None if the response is not constrained.
 
     Raises DetailError: 400 for a schema that cannot be enforced, 501 if the package is missing.
     """
-    schema = _schema(given or {"type": "text"})
+    schema = _schema(response_format or {"type": "text"})
     if schema is None:
         return None
     infos = context.client.stage_info().values()
@@ -239,20 +241,20 @@ async def response_schema(context: RouteContext, given: dict[str, Any] | None) -
     return schema
 
 
-def _schema(given: dict[str, Any]) -> str | None:
-    kind = given.get("type")
+def _schema(response_format: dict[str, Any]) -> str | None:
+    kind = response_format.get("type")
     if kind not in KINDS:
         raise DetailError(400, f"{FIELD}.type must be one of {', '.join(KINDS)}, not {kind!r:.40}")
     if kind == "text":
         return None
     if kind == "json_object":
         return ANY_OBJECT
-    named = given.get("json_schema")
-    if not isinstance(named, dict):
+    json_schema = response_format.get("json_schema")
+    if not isinstance(json_schema, dict):
         raise DetailError(400, f"{FIELD}.json_schema must be an object with a schema")
-    if not isinstance(named.get("strict"), bool | None):
+    if not isinstance(json_schema.get("strict"), bool | None):
         raise DetailError(400, f"{FIELD}.json_schema.strict must be true, false or null")
-    schema = named.get("schema")
+    schema = json_schema.get("schema")
     if not isinstance(schema, dict):
         raise DetailError(400, f"{FIELD}.json_schema.schema must be an object: a JSON schema")
     return msgspec.json.encode(schema).decode()
@@ -276,16 +278,16 @@ class MediaReader:
         self.media: dict[str, list[Any]] = {"audios": [], "images": []}
 
     async def messages(
-        self, given: Sequence[tuple[str, Any]], attachments: Mapping[str, Sequence[str]]
+        self, turns: Sequence[tuple[str, Any]], attachments: Mapping[str, Sequence[str]]
     ) -> list[PromptMessage]:
         """Convert roles and contents, and the body's media lists. Raises DetailError 400."""
-        if len(given) > MAX_MESSAGES:
-            message = f"messages has {len(given)} elements; the limit is {MAX_MESSAGES}"
+        if len(turns) > MAX_MESSAGES:
+            message = f"messages has {len(turns)} elements; the limit is {MAX_MESSAGES}"
             raise DetailError(400, message)
-        roles = [role for role, _ in given]
+        roles = [role for role, _ in turns]
         last_user = len(roles) - 1 - roles[::-1].index("user") if "user" in roles else len(roles)
         messages = []
-        for index, (role, content) in enumerate(given):
+        for index, (role, content) in enumerate(turns):
             parts = await self._parts(content, f"messages[{index}].content")
             if index == last_user:
                 parts += await self._attachment_parts(attachments)
@@ -323,8 +325,8 @@ class MediaReader:
     ) -> list[dict[str, Any]]:
         parts = []
         for medium, sources in attachments.items():
-            for at, source in enumerate(sources):
-                await self._add(medium, source, f"{medium}s[{at}]")
+            for index, source in enumerate(sources):
+                await self._add(medium, source, f"{medium}s[{index}]")
                 parts.append({"type": medium})
         return parts
 

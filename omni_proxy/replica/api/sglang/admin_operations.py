@@ -119,8 +119,8 @@ async def admin_body(context: RouteContext) -> Any:
 
 def operation_view(context: RouteContext, route: OperationRoute) -> View:
     async def view() -> Response:
-        given = await admin_body(context)
-        body = validate(route.body, {} if given is MISSING and not route.body_needed else given)
+        payload = await admin_body(context)
+        body = validate(route.body, {} if payload is MISSING and not route.body_needed else payload)
         return json_response(route.top(await run_operation(context, route, body)))
 
     return view

@@ -89,14 +89,14 @@ class SglangGenerate:
     def __init__(self, context: RouteContext) -> None:
         self._context = context
 
-    async def answer(self, given: Any) -> Response:
-        body = validate(SglangBody, given)
+    async def answer(self, payload: Any) -> Response:
+        body = validate(SglangBody, payload)
         prompts, batched = _prompts(body)
         request_id = new_request_id(body.rid if isinstance(body.rid, str) else None)
         ids = request_ids(request_id, len(prompts), body.rid)
         context = self._context
         requests = [_to_generate_request(body, prompt) for prompt in prompts]
-        requests = with_transfers(context, given, requests, request_id, len(prompts))
+        requests = with_transfers(context, payload, requests, request_id, len(prompts))
         timing = context.meters.timed(context.model_name)
         logprobs = bool(body.return_logprob)
         if body.stream:
@@ -193,19 +193,19 @@ def _prompts(body: SglangBody) -> tuple[list[Prompt], bool]:
 
 
 def _to_generate_request(body: SglangBody, prompt: Prompt) -> GenerateRequest:
-    given = body.sampling_params or SglangSampling()
-    if (given.n or 1) != 1:
+    sampling_fields = body.sampling_params or SglangSampling()
+    if (sampling_fields.n or 1) != 1:
         raise DetailError(
             400, "sampling_params.n must be 1: this server returns one answer per prompt"
         )
-    limit = given.max_new_tokens
+    limit = sampling_fields.max_new_tokens
     sampling = sampling_params(
-        given,
+        sampling_fields,
         DEFAULT_MAX_NEW_TOKENS if limit is None else limit,
         logprobs=bool(body.return_logprob),
     )
-    if given.sampling_seed is not None:
-        sampling = replace(sampling, seed=given.sampling_seed)
+    if sampling_fields.sampling_seed is not None:
+        sampling = replace(sampling, seed=sampling_fields.sampling_seed)
     return GenerateRequest(
         prompt=prompt, sampling=sampling, stream=bool(body.stream), task="completion"
     )
@@ -257,16 +257,16 @@ class GenerateRoutes:
         self._sglang = SglangGenerate(context)
 
     async def generate(self) -> Response:
-        given = await json_body()
-        if is_sglang_request(given):
-            return await self._sglang.answer(given)
-        return await self._rollout(validate(RolloutBody, given), given)
+        payload = await json_body()
+        if is_sglang_request(payload):
+            return await self._sglang.answer(payload)
+        return await self._rollout(validate(RolloutBody, payload), payload)
 
-    async def _rollout(self, body: RolloutBody, given: Any) -> Response:
+    async def _rollout(self, body: RolloutBody, payload: Any) -> Response:
         _check_supported(body)
         context, request_id = self._context, new_request_id()
         request = await self._to_generate_request(body)
-        request = with_transfers(context, given, [request], request_id)[0]
+        request = with_transfers(context, payload, [request], request_id)[0]
         timing = context.meters.timed(context.model_name)
         with timing:
             result = await context.client.completion(request, request_id)
@@ -278,8 +278,8 @@ class GenerateRoutes:
         media: dict[str, list[Any]] = {}
         if body.messages is not None:
             reader = MediaReader(self._context)
-            given = [(message.role, message.content) for message in body.messages]
-            prompt = await reader.messages(given, {})
+            turns = [(message.role, message.content) for message in body.messages]
+            prompt = await reader.messages(turns, {})
             media = reader.media
         else:
             prompt = body.prompt if body.prompt is not None else body.input_ids or []
@@ -302,9 +302,9 @@ class GenerateRoutes:
 
 def _check_supported(body: RolloutBody) -> None:
     """Raises DetailError 400 for fields that this server does not support."""
-    named = [name for name in ("input_ids", "prompt", "messages") if getattr(body, name)]
-    if len(named) != 1:
-        suffix = f", not {' and '.join(named)}" if named else ""
+    prompt_fields = [name for name in ("input_ids", "prompt", "messages") if getattr(body, name)]
+    if len(prompt_fields) != 1:
+        suffix = f", not {' and '.join(prompt_fields)}" if prompt_fields else ""
         raise DetailError(400, f"set exactly one of input_ids, prompt and messages{suffix}")
     if body.stream:
         raise DetailError(400, "stream=true is not supported by /generate with prompt or messages")
@@ -379,8 +379,8 @@ class AbortRoutes:
         if body.abort_all or not rid:
             await release_kept(self._context, {"all": True})
         else:
-            named = {"prefix": rid} if body.prefix else {"ids": [rid, bare_id(rid)]}
-            await release_kept(self._context, named)
+            selector = {"prefix": rid} if body.prefix else {"ids": [rid, bare_id(rid)]}
+            await release_kept(self._context, selector)
         return empty_response()
 
 

@@ -129,5 +129,5 @@ def profile_roots(context: RouteContext) -> list[Path]:
     return [Path(root).resolve() for root in folders]
 
 
-def _run_id(given: str | None) -> str:
-    return given or datetime.now().astimezone().strftime("run_%Y%m%d_%H%M%S")
+def _run_id(run_id: str | None) -> str:
+    return run_id or datetime.now().astimezone().strftime("run_%Y%m%d_%H%M%S")

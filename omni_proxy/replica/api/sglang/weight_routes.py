@@ -223,11 +223,11 @@ class WeightUpdateRoutes:
 
     async def weights_by_name(self) -> Response:
         """The first rows of a tensor as nested lists, from the first stage that has it."""
-        given = await admin_body(self._context)
+        payload = await admin_body(self._context)
         body = (
             _read_query(WeightsByName)
-            if given is MISSING and request.args
-            else validate(WeightsByName, given)
+            if payload is MISSING and request.args
+            else validate(WeightsByName, payload)
         )
         try:
             aggregate = await run_operation(self._context, WEIGHTS_BY_NAME, body)

@@ -31,21 +31,21 @@ class SentenceSplitter:
     def feed(self, text: str) -> list[str]:
         """Return the segments that `text` completes."""
         self._buffer += text
-        segments, start, at = [], 0, self._scanned
-        while at < len(self._buffer):
-            if self._buffer[at] not in self._marks:
-                at += 1
+        segments, start, index = [], 0, self._scanned
+        while index < len(self._buffer):
+            if self._buffer[index] not in self._marks:
+                index += 1
                 continue
-            if self._is_undecided(at):
+            if self._is_undecided(index):
                 break
-            if self._is_in_number(at):
-                at += 1
+            if self._is_in_number(index):
+                index += 1
                 continue
-            at = self._end_of_marks(at)
-            segments.append(self._buffer[start:at])
-            start = at
+            index = self._end_of_marks(index)
+            segments.append(self._buffer[start:index])
+            start = index
         self._buffer = self._buffer[start:]
-        self._scanned = at - start
+        self._scanned = index - start
         return _speakable(segments)
 
     def flush(self) -> list[str]:
@@ -53,27 +53,27 @@ class SentenceSplitter:
         last, self._buffer, self._scanned = self._buffer, "", 0
         return _speakable([last])
 
-    def _is_undecided(self, at: int) -> bool:
+    def _is_undecided(self, index: int) -> bool:
         """Whether a mark after a digit ends the buffer: a number may continue after it."""
-        last = at + 1 == len(self._buffer)
-        return last and self._buffer[at] in _WITHIN_NUMBERS and self._is_digit(at - 1)
+        last = index + 1 == len(self._buffer)
+        return last and self._buffer[index] in _WITHIN_NUMBERS and self._is_digit(index - 1)
 
-    def _is_in_number(self, at: int) -> bool:
+    def _is_in_number(self, index: int) -> bool:
         return (
-            self._buffer[at] in _WITHIN_NUMBERS
-            and self._is_digit(at - 1)
-            and self._is_digit(at + 1)
+            self._buffer[index] in _WITHIN_NUMBERS
+            and self._is_digit(index - 1)
+            and self._is_digit(index + 1)
         )
 
-    def _is_digit(self, at: int) -> bool:
-        return 0 <= at < len(self._buffer) and self._buffer[at].isdigit()
+    def _is_digit(self, index: int) -> bool:
+        return 0 <= index < len(self._buffer) and self._buffer[index].isdigit()
 
-    def _end_of_marks(self, at: int) -> int:
-        while at < len(self._buffer) and (
-            self._buffer[at] in self._marks or self._buffer[at] in _CLOSERS
+    def _end_of_marks(self, index: int) -> int:
+        while index < len(self._buffer) and (
+            self._buffer[index] in self._marks or self._buffer[index] in _CLOSERS
         ):
-            at += 1
-        return at
+            index += 1
+        return index
 
 
 def _speakable(segments: list[str]) -> list[str]:

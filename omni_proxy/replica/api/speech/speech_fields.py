@@ -189,27 +189,27 @@ def parse_object(body: bytes, what: str = "speech request body") -> dict[str, An
 
 def parse_speech_request(body: Mapping[str, Any], *, default_format: str = "wav") -> SpeechRequest:
     """Validate all fields; `check_input` checks that `input` is present. Raises SpeechError."""
-    given = {name: body[name] for name in FIELD_TYPES if body.get(name) is not None}
-    for name, value in given.items():
+    fields = {name: body[name] for name in FIELD_TYPES if body.get(name) is not None}
+    for name, value in fields.items():
         if not FIELD_TYPES[name].accepts(value):
             raise SpeechError(f"{name} must be {FIELD_TYPES[name].description}", name)
-    _normalize(given)
+    _normalize(fields)
     return SpeechRequest(
-        input=given.get("input", ""),
-        model=given.get("model"),
-        voice=_voice_of(given),
-        response_format=given.get("response_format", default_format),
-        format_given="response_format" in given,
-        speed=_speed_of(given),
-        stream=given.get("stream", False),
-        stream_format=given.get("stream_format"),
-        references=_references_of(given),
-        options={name: given[name] for name in _OPTIONS if name in given},
-        sampling=SamplingParams(**{name: given[name] for name in _SAMPLING if name in given}),
+        input=fields.get("input", ""),
+        model=fields.get("model"),
+        voice=_voice_of(fields),
+        response_format=fields.get("response_format", default_format),
+        format_given="response_format" in fields,
+        speed=_speed_of(fields),
+        stream=fields.get("stream", False),
+        stream_format=fields.get("stream_format"),
+        references=_references_of(fields),
+        options={name: fields[name] for name in _OPTIONS if name in fields},
+        sampling=SamplingParams(**{name: fields[name] for name in _SAMPLING if name in fields}),
         extra_params={
-            name: given[name] for name in ("initial_codec_chunk_frames",) if name in given
+            name: fields[name] for name in ("initial_codec_chunk_frames",) if name in fields
         },
-        stage_params=given.get("stage_params", {}),
+        stage_params=fields.get("stage_params", {}),
     )
 
 
@@ -224,57 +224,57 @@ def check_input(request: SpeechRequest, max_chars: int = MAX_INPUT_CHARS) -> Non
         )
 
 
-def _normalize(given: dict[str, Any]) -> None:
+def _normalize(fields: dict[str, Any]) -> None:
     """Normalize fields whose values may be written in several ways."""
-    if "response_format" in given:
-        given["response_format"] = _one_of(given, "response_format", MEDIA_TYPES)
-    if "stream_format" in given:
-        given["stream_format"] = _one_of(given, "stream_format", STREAM_FORMATS)
-    if "task_type" in given:
-        normalized = given["task_type"].lower().replace("_", "").replace("-", "")
+    if "response_format" in fields:
+        fields["response_format"] = _one_of(fields, "response_format", MEDIA_TYPES)
+    if "stream_format" in fields:
+        fields["stream_format"] = _one_of(fields, "stream_format", STREAM_FORMATS)
+    if "task_type" in fields:
+        normalized = fields["task_type"].lower().replace("_", "").replace("-", "")
         if normalized not in TASK_TYPES:
             names = ", ".join(TASK_TYPES.values())
             raise SpeechError(f"task_type must be one of {names}", "task_type")
-        given["task_type"] = TASK_TYPES[normalized]
-    if "language" in given:
-        language = given["language"].strip().capitalize()
+        fields["task_type"] = TASK_TYPES[normalized]
+    if "language" in fields:
+        language = fields["language"].strip().capitalize()
         if language not in LANGUAGES:
             raise SpeechError(f"language must be one of {', '.join(LANGUAGES)}", "language")
-        given["language"] = language
+        fields["language"] = language
 
 
 def _one_of(
-    given: Mapping[str, Any], name: str, choices: Mapping[str, Any] | tuple[str, ...]
+    fields: Mapping[str, Any], name: str, choices: Mapping[str, Any] | tuple[str, ...]
 ) -> str:
-    value = str(given[name]).lower()
+    value = str(fields[name]).lower()
     if value not in choices:
         raise SpeechError(f"{name} must be one of {', '.join(choices)}", name)
     return value
 
 
-def _voice_of(given: Mapping[str, Any]) -> str:
+def _voice_of(fields: Mapping[str, Any]) -> str:
     for name in ("voice", "speaker"):
-        if name in given:
-            if not given[name].strip():
+        if name in fields:
+            if not fields[name].strip():
                 raise SpeechError(f"{name} must be a non-empty string", name)
-            return str(given[name]).strip()
+            return str(fields[name]).strip()
     return "default"
 
 
-def _speed_of(given: Mapping[str, Any]) -> float:
-    speed = float(given.get("speed", 1.0))
+def _speed_of(fields: Mapping[str, Any]) -> float:
+    speed = float(fields.get("speed", 1.0))
     if not 0.25 <= speed <= 4.0:
         raise SpeechError("speed must be between 0.25 and 4.0", "speed")
     return speed
 
 
-def _references_of(given: Mapping[str, Any]) -> tuple[VoiceReference, ...]:
+def _references_of(fields: Mapping[str, Any]) -> tuple[VoiceReference, ...]:
     """Return the voice samples named by `ref_audio` or by `references`, not both."""
-    if "ref_audio" in given and given.get("references"):
+    if "ref_audio" in fields and fields.get("references"):
         raise SpeechError("set ref_audio or references, not both", "references")
-    if "ref_audio" in given:
-        return (VoiceReference("ref_audio", given["ref_audio"], given.get("ref_text")),)
-    return tuple(_reference(index, one) for index, one in enumerate(given.get("references", ())))
+    if "ref_audio" in fields:
+        return (VoiceReference("ref_audio", fields["ref_audio"], fields.get("ref_text")),)
+    return tuple(_reference(index, one) for index, one in enumerate(fields.get("references", ())))
 
 
 def _reference(index: int, one: Mapping[str, Any]) -> VoiceReference:

@@ -201,9 +201,11 @@ class _BatchRoutes:
             item_request = parse_speech_request(fields)
             self._service.check(item_request)
             speech = await self._service.synthesize(item_request, request_id)
-        except SpeechError as refusal:
-            error = refusal.under(f"items.{index}").error()
-            error_fields = {name: value for name, value in error.items() if value is not None}
+        except SpeechError as error:
+            fields_of_error = error.under(f"items.{index}").error()
+            error_fields = {
+                name: value for name, value in fields_of_error.items() if value is not None
+            }
             return {"index": index, "status": "error", "error": error_fields}
         return {
             "index": index,

@@ -158,16 +158,16 @@ class _Session:
     async def run(self) -> None:
         try:
             speaker = await self._configure()
-        except _SessionEnd as end:
-            await self._close_with_error(end)
+        except _SessionEnd as error:
+            await self._close_with_error(error)
             return
         frames_in, frames_out = trio.open_memory_channel[Frame](WAITING_FRAMES)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._listen, frames_in)
             try:
                 await self._converse(speaker, frames_out)
-            except _SessionEnd as end:
-                await self._close_with_error(end)
+            except _SessionEnd as error:
+                await self._close_with_error(error)
             nursery.cancel_scope.cancel()
 
     async def _close_with_error(self, end: _SessionEnd) -> None:

@@ -197,7 +197,7 @@ class ControlRoutes:
         ids = body.get("request_ids")
         if ids is None:
             return None
-        if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
+        if not isinstance(ids, list) or not all(isinstance(request_id, str) for request_id in ids):
             raise _framework_error("'request_ids' must be a list of strings")
         return ids
 
@@ -228,8 +228,8 @@ class ControlRoutes:
         return json_response({"results": [None] * self._engine.world_size()})
 
     async def _reload(self, body: dict[str, Any]) -> None:
-        given = body.get("kwargs") or {}
-        path = given.get("weights_path") if isinstance(given, dict) else None
+        kwargs = body.get("kwargs") or {}
+        path = kwargs.get("weights_path") if isinstance(kwargs, dict) else None
         if not isinstance(path, str) or not path:
             raise worker_error("reload_weights needs kwargs.weights_path here")
         timeout = body.get("timeout")
@@ -261,15 +261,15 @@ def _mode() -> PauseChoice:
 
 
 def _level() -> int:
-    given = request.args.get("level", "1")
-    if given in SLEEP_LEVELS:
-        return int(given)
+    level = request.args.get("level", "1")
+    if level in SLEEP_LEVELS:
+        return int(level)
     kind, text = "int_parsing", "Input should be a valid integer, unable to parse string"
-    if re.fullmatch(r"-\d+", given):
+    if re.fullmatch(r"-\d+", level):
         kind, text = "greater_than_equal", "Input should be greater than or equal to 0"
-    elif given.isdecimal():
+    elif level.isdecimal():
         kind, text = "less_than_equal", "Input should be less than or equal to 2"
-    raise validation_error([problem(kind, ("query", "level"), text, given)])
+    raise validation_error([problem(kind, ("query", "level"), text, level)])
 
 
 def _framework_error(message: str) -> VllmError:

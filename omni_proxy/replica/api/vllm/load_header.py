@@ -36,10 +36,10 @@ def mount(app: QuartTrio, context: RouteContext) -> None:
 
 def _load_text(context: RouteContext, form: str) -> str:
     stats = context.client.stats()
-    named = {
+    metrics = {
         "kv_cache_usage_perc": max_over_stages(stats, "token_usage"),
         "num_requests_waiting": sum_over_stages(stats, "num_waiting_reqs"),
     }
     if form == "JSON":
-        return json.dumps({"named_metrics": named})
-    return ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())
+        return json.dumps({"named_metrics": metrics})
+    return ", ".join(f"named_metrics.{name}={value}" for name, value in metrics.items())

@@ -28,7 +28,11 @@ from omni_proxy.replica.api.common.errors import (
     json_response,
     status_and_message,
 )
-from omni_proxy.replica.api.common.kv_transfers import given_id, transfer_answer, with_transfers
+from omni_proxy.replica.api.common.kv_transfers import (
+    caller_request_id,
+    transfer_answer,
+    with_transfers,
+)
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate
 from omni_proxy.replica.api.common.prompt_tokens import PromptTokens
 from omni_proxy.replica.api.common.sse import (
@@ -185,10 +189,10 @@ class MessageRoutes:
         self._tokens = tokens
 
     async def create(self) -> Response:
-        given = await json_body()
-        body = validate(MessagesBody, given)
+        payload = await json_body()
+        body = validate(MessagesBody, payload)
         try:
-            return await self._answer(body, given)
+            return await self._answer(body, payload)
         except (DetailError, VllmError, *CLIENT_ERRORS) as error:
             return _refusal(to_vllm_error(error))
 
@@ -203,11 +207,11 @@ class MessageRoutes:
         response = {"input_tokens": count, "context_management": {"original_input_tokens": count}}
         return json_response(response)
 
-    async def _answer(self, body: MessagesBody, given: Any) -> Response:
+    async def _answer(self, body: MessagesBody, payload: Any) -> Response:
         context = self._context
-        request_id = given_id(context) or uuid4().hex[:16]
+        request_id = caller_request_id(context) or uuid4().hex[:16]
         request = await self._to_request(body)
-        request = with_transfers(context, given, [request], request_id)[0]
+        request = with_transfers(context, payload, [request], request_id)[0]
         model = body.model or context.model_name
         timing = context.meters.timed(context.model_name)
         if body.stream:
@@ -254,23 +258,23 @@ def _response_format(config: dict[str, Any] | None) -> dict[str, Any] | None:
 
 async def _prompt(body: CountBody, reader: MediaReader) -> list[PromptMessage]:
     """The system text first, then the turns; raises DetailError 400."""
-    given: list[tuple[str, Any]] = []
+    turns: list[tuple[str, Any]] = []
     if system := _system_text(body.system):
-        given.append(("system", system))
+        turns.append(("system", system))
     for turn in body.messages:
         if turn.role == "system":
             if text := _system_text(turn.content):
-                given.append(("system", text))
+                turns.append(("system", text))
         elif isinstance(turn.content, str):
-            given.append((turn.role, turn.content))
+            turns.append((turn.role, turn.content))
         else:
             parts = [part for block in turn.content for part in _parts(block)]
-            given.append((turn.role, parts))
-    return await reader.messages(given, {})
+            turns.append((turn.role, parts))
+    return await reader.messages(turns, {})
 
 
-def _system_text(given: str | list[dict[str, Any]] | None) -> str:
-    blocks = [given] if isinstance(given, str) else [_text(block) for block in given or ()]
+def _system_text(system: str | list[dict[str, Any]] | None) -> str:
+    blocks = [system] if isinstance(system, str) else [_text(block) for block in system or ()]
     return "".join(text for text in blocks if not text.startswith(BILLING_LINE))
 
 

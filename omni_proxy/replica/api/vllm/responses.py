@@ -20,7 +20,11 @@ from quart import Response
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import CLIENT_ERRORS, json_response
-from omni_proxy.replica.api.common.kv_transfers import given_id, transfer_answer, with_transfers
+from omni_proxy.replica.api.common.kv_transfers import (
+    caller_request_id,
+    transfer_answer,
+    with_transfers,
+)
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate
 from omni_proxy.replica.api.common.sse import (
     EVENT_STREAM_HEADERS,
@@ -174,8 +178,8 @@ class ResponseRoutes:
         self._app = app
 
     async def create(self) -> Response:
-        given = await json_body()
-        body = validate(ResponsesBody, given)
+        payload = await json_body()
+        body = validate(ResponsesBody, payload)
         if body.background and (body.store is False or not self._store.limit):
             raise VllmError(400, NOT_STORED, kind=CALLER, param="background")
         if body.background and body.stream:
@@ -184,10 +188,10 @@ class ResponseRoutes:
         if body.tool_choice not in TEXT_TOOL_CHOICES:
             raise VllmError(400, f"tool_choice must be auto or none: {NO_TOOLS}", kind=CALLER)
         model = body.model or self._context.model_name
-        response_id = given_id(self._context, body.request_id) or new_id("resp")
-        turn = _Turn(body, response_object(given, response_id, model))
+        response_id = caller_request_id(self._context, body.request_id) or new_id("resp")
+        turn = _Turn(body, response_object(payload, response_id, model))
         request = await self._to_request(turn)
-        request = with_transfers(self._context, given, [request], response_id)[0]
+        request = with_transfers(self._context, payload, [request], response_id)[0]
         if body.background:
             return self._in_background(turn, request)
         return await (self._streamed if body.stream else self._whole)(turn, request)
@@ -280,7 +284,7 @@ class ResponseRoutes:
         if body.previous_response_id is not None:
             earlier = self._stored(body.previous_response_id).messages
         reader = MediaReader(self._context)
-        turn.messages = [*earlier, *await reader.messages(_given(body.input), {})]
+        turn.messages = [*earlier, *await reader.messages(_turns_of(body.input), {})]
         system = [PromptMessage("system", body.instructions)] if body.instructions else []
         schema = await response_schema(self._context, _text_format(body.text))
         sampling = sampling_params(body, body.max_output_tokens, schema=schema)
@@ -297,29 +301,29 @@ def _text_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     if wanted["type"] != "json_schema":
         return {"type": wanted["type"]}
-    named = {key: wanted[key] for key in ("schema", "strict") if key in wanted}
-    return {"type": "json_schema", "json_schema": named}
+    json_schema = {key: wanted[key] for key in ("schema", "strict") if key in wanted}
+    return {"type": "json_schema", "json_schema": json_schema}
 
 
-def _given(items: str | list[dict[str, Any]]) -> list[tuple[str, Any]]:
+def _turns_of(items: str | list[dict[str, Any]]) -> list[tuple[str, Any]]:
     """Input items as roles and contents; raises VllmError 400 for an unknown kind."""
     if isinstance(items, str):
         return [("user", items)]
-    given: list[tuple[str, Any]] = []
+    turns: list[tuple[str, Any]] = []
     for index, item in enumerate(items):
         match item.get("type", "message"):
             case "message":
-                given.append((_role(item, index), _content(item.get("content"))))
+                turns.append((_role(item, index), _content(item.get("content"))))
             case "function_call":
-                given.append(("assistant", f"{item.get('name')}({item.get('arguments')})"))
+                turns.append(("assistant", f"{item.get('name')}({item.get('arguments')})"))
             case "function_call_output":
-                given.append(("user", _content(item.get("output"))))
+                turns.append(("user", _content(item.get("output"))))
             case "reasoning":
                 pass  # the reasoning of an earlier turn is not passed to the model again
             case kind:
                 text = f"input[{index}].type {kind!r} is not supported"
                 raise VllmError(400, text, kind=CALLER, param="input")
-    return given
+    return turns
 
 
 def _role(item: dict[str, Any], index: int) -> str:

@@ -90,12 +90,12 @@ class TokenRoutes:
         self._context = context
 
     async def generate(self) -> Response:
-        given = await json_body()
-        body = validate(TokensBody, given)
+        payload = await json_body()
+        body = validate(TokensBody, payload)
         if not body.token_ids:
             text = "List should have at least 1 item after validation, not 0"
             raise validation_error([problem("too_short", ("body", "token_ids"), text, [])])
-        check_supported_fields(leg_fields(self._context, given["sampling_params"]))
+        check_supported_fields(leg_fields(self._context, payload["sampling_params"]))
         for name in ("features", "content_parts"):
             if getattr(body, name):
                 raise VllmError(400, f"{name} is not supported: only tokens are", param=name)
@@ -103,7 +103,7 @@ class TokenRoutes:
         name = request.headers.get(REQUEST_ID_HEADER) or body.request_id or secrets.token_hex(8)
         ids = request_ids(name, count)
         requests = requests_for_choices(to_request(body), count)
-        requests = with_transfers(self._context, given, requests, name)
+        requests = with_transfers(self._context, payload, requests, name)
         form = TokenResponse(body, f"{ID_PREFIX}{name}", body.model or self._context.model_name)
         timing = self._context.meters.timed(self._context.model_name)
         if body.stream:
@@ -116,13 +116,13 @@ class TokenRoutes:
 
 def to_request(body: TokensBody) -> GenerateRequest:
     """Raises DetailError 400 for log probabilities that are not available."""
-    given = body.sampling_params
-    top = given.logprobs
+    sampling_fields = body.sampling_params
+    top = sampling_fields.logprobs
     if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
         raise DetailError(400, f"logprobs must be within 0 and {MAX_TOP_LOGPROBS}, not {top}")
     if top is not None and body.output_mode == "text":
         raise DetailError(400, "logprobs need tokens as output: omit output_mode")
-    sampling = sampling_params(given, given.max_tokens, top=top)
+    sampling = sampling_params(sampling_fields, sampling_fields.max_tokens, top=top)
     return GenerateRequest(
         prompt=body.token_ids, model=body.model, sampling=sampling,
         stream=bool(body.stream), task="completion",

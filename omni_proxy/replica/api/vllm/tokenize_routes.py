@@ -93,16 +93,16 @@ class TokenizeRoutes:
         self._tokens = tokens
 
     async def tokenize(self) -> Response:
-        given = await json_body()
-        body = validate(TokenizeBody, given)
+        payload = await json_body()
+        body = validate(TokenizeBody, payload)
         if body.prompt is None and body.messages is None:
             missing = [
-                problem("missing", ("body", name), "Field required", given)
+                problem("missing", ("body", name), "Field required", payload)
                 for name in ("prompt", "messages")
             ]
             raise validation_error(missing)
         for name in UNSUPPORTED:
-            if given.get(name):
+            if payload.get(name):
                 raise VllmError(400, f"{name} is not supported: only the model's own template "
                                 "is used", param=name)  # fmt: skip
         if body.prompt is not None:
@@ -134,7 +134,7 @@ class TokenizeRoutes:
                 raise DetailError(400, f"prompt has {len(body.prompt)} elements; the "
                                   f"limit is {MAX_PROMPTS}")  # fmt: skip
             tokens = [await self._tokens.of_text(text) for text in body.prompt]
-            count = [len(each) for each in tokens]
+            count = [len(prompt_tokens) for prompt_tokens in tokens]
         size = await self._max_tokens()
         return json_response({"tokens": tokens, "count": count, "max_model_len": size})
 
@@ -144,15 +144,17 @@ class TokenizeRoutes:
         text: Any
         if not body.tokens or is_token_ids(body.tokens):
             text = await self._tokens.text(body.tokens, control_names=names)
-        elif all(not each or is_token_ids(each) for each in body.tokens):
-            text = [await self._tokens.text(each, control_names=names) for each in body.tokens]
+        elif all(not token_ids or is_token_ids(token_ids) for token_ids in body.tokens):
+            text = [
+                await self._tokens.text(token_ids, control_names=names) for token_ids in body.tokens
+            ]
         else:
             raise DetailError(400, "tokens must be a list of token ids, or a list of such lists")
         return json_response({"text": text})
 
     async def _messages(self, body: TokenizeBody) -> list[PromptMessage]:
-        given = [(message.role, message.content) for message in body.messages or ()]
-        return await MediaReader(self._context).messages(given, {})
+        turns = [(message.role, message.content) for message in body.messages or ()]
+        return await MediaReader(self._context).messages(turns, {})
 
     async def _max_tokens(self) -> int:
         """The stage's limit, which may be lower than the model's."""
@@ -167,10 +169,10 @@ class RenderRoutes:
         self._tokens = tokens
 
     async def chat(self) -> Response:
-        given = await json_body()
-        body = validate(ChatBody, given)
-        _check(given)
-        check_no_tools(given)
+        payload = await json_body()
+        body = validate(ChatBody, payload)
+        _check(payload)
+        check_no_tools(payload)
         turns = [(message.role, message.content) for message in body.messages]
         messages = await MediaReader(self._context).messages(turns, {})
         tokens = await self._tokens.of_messages(messages)
@@ -180,9 +182,9 @@ class RenderRoutes:
 
     async def completions(self) -> Response:
         """A list with one rendered request for each prompt."""
-        given = await json_body()
-        body = validate(CompletionBody, given)
-        _check(given)
+        payload = await json_body()
+        body = validate(CompletionBody, payload)
+        _check(payload)
         prompts, _ = parse_prompts(body.prompt, "prompt")
         sampling = _sampling(body, body.max_tokens or DEFAULT_MAX_TOKENS, body.logprobs)
         rendered = []
@@ -205,10 +207,10 @@ class RenderRoutes:
         }
 
 
-def _check(given: dict[str, Any]) -> None:
+def _check(fields: dict[str, Any]) -> None:
     """Raises DetailError 400 for fields without a counterpart in /inference/v1/generate."""
-    check_supported_fields(given)
-    if (given.get("response_format") or {}).get("type", "text") != "text":
+    check_supported_fields(fields)
+    if (fields.get("response_format") or {}).get("type", "text") != "text":
         raise DetailError(400, NO_FORMAT)
 
 

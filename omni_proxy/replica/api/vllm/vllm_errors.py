@@ -100,7 +100,7 @@ def validation_error(problems: list[dict[str, Any]]) -> VllmError:
     """The 400 for a body or a query whose fields are invalid."""
     count = len(problems)
     label = "error" if count == 1 else "errors"
-    lines = [f"  {_describe(each)}" for each in problems[:MAX_PROBLEMS_SHOWN]]
+    lines = [f"  {_describe(item)}" for item in problems[:MAX_PROBLEMS_SHOWN]]
     if count > len(lines):
         lines.append(f"  ...and {count - len(lines)} more {label}")
     message = "\n".join([f"{count} validation {label}:", *lines])
@@ -129,36 +129,36 @@ def decode_control_body(kind: type[S], body: object) -> S:
     except InvalidBody as error:
         raise validation_error(
             [
-                {**each, "input": None} if each["type"] == "missing" else each
-                for each in error.problems
+                {**item, "input": None} if item["type"] == "missing" else item
+                for item in error.problems
             ]
         ) from None
 
 
 def query_choice(name: str, choices: tuple[str, ...], default: str) -> str:
     """The query parameter `name`, one of `choices`; raises VllmError for any other value."""
-    given = request.args.get(name, default)
-    if given in choices:
-        return given
+    value = request.args.get(name, default)
+    if value in choices:
+        return value
     *most, last = (f"'{choice}'" for choice in choices)
     expected = f"{', '.join(most)} or {last}"
     item = problem(
-        "literal_error", ("query", name), f"Input should be {expected}", given, expected=expected
+        "literal_error", ("query", name), f"Input should be {expected}", value, expected=expected
     )
     raise validation_error([item])
 
 
 def query_flag(name: str, *, default: bool) -> bool:
-    given = request.args.get(name)
-    if given is None:
+    value = request.args.get(name)
+    if value is None:
         return default
-    word = given.lower()
+    word = value.lower()
     if word in ("true", "1", "yes", "on", "t", "y"):
         return True
     if word in ("false", "0", "no", "off", "f", "n"):
         return False
     text = "Input should be a valid boolean, unable to interpret input"
-    raise validation_error([problem("bool_parsing", ("query", name), text, given)])
+    raise validation_error([problem("bool_parsing", ("query", name), text, value)])
 
 
 def vllm_view(view: Callable[P, Awaitable[Response]]) -> Callable[P, Awaitable[Response]]:

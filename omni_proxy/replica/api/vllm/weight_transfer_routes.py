@@ -13,7 +13,6 @@ from quart import Response
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import json_response
-from omni_proxy.replica.api.common.lenient_decode import MISSING
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.api.sglang.admin_operations import admin_body, require_key
 from omni_proxy.replica.api.vllm.control_routes import CONTROL_SECS, WAIT_SECS, EngineCalls
@@ -102,8 +101,8 @@ class WeightTransferRoutes:
 
     async def check(self) -> Response:
         """Digests by name, each for one rank's part; as in vLLM 0.32, also while paused."""
-        given = await admin_body(self._context)
-        body = decode_control_body(CheckWeightsAgainst, {} if given is MISSING else given)
+        json_value = await admin_body(self._context)
+        body = decode_control_body(CheckWeightsAgainst, json_value)
         if body.action == "reset":
             await self._engine.run("reset_weights")
             return json_response({"status": "reset"})
@@ -124,8 +123,8 @@ class WeightTransferRoutes:
 
 def ranked_checksums(data: dict[str, Any]) -> dict[str, str]:
     """The checker's digests of every rank, under vLLM's names."""
-    ranks = data.get("rank_results")
-    parts = [each["data"] for each in ranks] if ranks else [data]
+    rank_results = data.get("rank_results")
+    parts = [rank_result["data"] for rank_result in rank_results] if rank_results else [data]
     return {
         f"dp0:pp0:pcp0:tp{rank}:{name}": digest
         for rank, part in enumerate(parts)
