@@ -151,8 +151,8 @@ def _responses(endpoint: Endpoint) -> dict[str, Any]:
     error_schema = error_schemas[0] if len(error_schemas) == 1 else {"anyOf": error_schemas}
     return {
         "200": {
-            "description": "the answer",
-            "content": {media_type: {} for media_type in endpoint.answers},
+            "description": "the response",
+            "content": {media_type: {} for media_type in endpoint.response_types},
         },
         "default": {
             "description": "refused",
@@ -298,14 +298,14 @@ function route(path, method, operation) {
   for (const [media, body] of Object.entries((operation.requestBody || {}).content || {})) {
     made.append(node("p", "Request body: " + media), fields(body.schema, 0));
   }
-  const answers = Object.keys(operation.responses["200"].content || {});
-  made.append(node("p", "Responses: " + answers.join(", ")));
+  const types = Object.keys(operation.responses["200"].content || {});
+  made.append(node("p", "Responses: " + types.join(", ")));
   return made;
 }
 
 async function show() {
-  const answer = await fetch("/openapi.json");
-  const whole = await answer.json();
+  const response = await fetch("/openapi.json");
+  const whole = await response.json();
   schemas = whole.components.schemas;
   document.getElementById("title").textContent = whole.info.title + " " + whole.info.version;
   document.getElementById("about").textContent = whole.info.description;

@@ -90,7 +90,7 @@ class Endpoint:
     """One endpoint.
 
     The request body is one of the Structs in `bodies`, or has the schema `body`; `takes` is its
-    media type. `answers` are the media types of responses, `refuses` the error formats; any route
+    media type. `response_types` are the media types of responses, `refuses` the error formats; any route
     may answer 405 and 413 with a `Detail`. A `locked` endpoint needs the admin key, if one is set.
     `query` are query parameters.
     """
@@ -101,7 +101,7 @@ class Endpoint:
     body: Schema | None = None
     takes: str = JSON
     body_needed: bool = True
-    answers: tuple[str, ...] = (JSON,)
+    response_types: tuple[str, ...] = (JSON,)
     refuses: tuple[str, ...] = (DETAIL,)
     locked: bool = False
     query: tuple[str, ...] = ()
@@ -150,10 +150,10 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     "get_loads": _LOAD,
     "get_load": _LOAD,
     "health_generate": Endpoint(summary="Generate a token: 200, or 503 with the reason", tag=_INFO,
-                            answers=(TEXT,)),
-    "metrics": Endpoint(summary="Metrics for Prometheus", tag=_INFO, answers=(TEXT,)),
+                            response_types=(TEXT,)),
+    "metrics": Endpoint(summary="Metrics for Prometheus", tag=_INFO, response_types=(TEXT,)),
     "flush_cache": Endpoint(summary="Flush the prefix cache", tag="operations", locked=True,
-                        answers=(TEXT,)),
+                        response_types=(TEXT,)),
     "model_info": Endpoint(summary="Model info of every stage", tag="operations", locked=True),
     "model_info_of": Endpoint(summary="Model info of some stages", tag="operations",
                           bodies=(OperationBody,), locked=True),
@@ -163,15 +163,15 @@ ENDPOINTS: Mapping[str, Endpoint] = {
                                 bodies=(weight_routes.WeightsByName,), body_needed=False, refuses=OPENAI,
                                 query=("name", "truncate_size")),
     "chat": Endpoint(summary="Chat completion, optionally streamed", tag=_CHAT, bodies=(ChatBody,),
-                 answers=(JSON, EVENTS)),
+                 response_types=(JSON, EVENTS)),
     "completions": Endpoint(summary="Text completion, optionally streamed", tag=_CHAT, refuses=OPENAI,
-                        bodies=(CompletionBody,), answers=(JSON, EVENTS)),
+                        bodies=(CompletionBody,), response_types=(JSON, EVENTS)),
     "embeddings": Endpoint(summary="An embedding for each input", tag=_CHAT, bodies=(EmbeddingBody,),
                        refuses=OPENAI),
     "generate": Endpoint(summary="Generate, in the format of a rollout or of SGLang", tag=_CHAT,
-                     bodies=(RolloutBody, SglangBody), answers=(JSON, EVENTS)),
+                     bodies=(RolloutBody, SglangBody), response_types=(JSON, EVENTS)),
     "speech": Endpoint(summary="Synthesize speech, as a file or streamed", tag=_SOUND, body=_speech(),
-                   refuses=OPENAI, answers=("audio/wav", "audio/pcm", EVENTS)),
+                   refuses=OPENAI, response_types=("audio/wav", "audio/pcm", EVENTS)),
     "speech_outcome": Endpoint(summary="The outcome of a speech request", tag=_SOUND),
     "speech_batch": Endpoint(summary="Synthesize many texts", tag=_SOUND, body=_batch(), refuses=OPENAI),
     "voices": Endpoint(summary="List the voices", tag=_SOUND, refuses=OPENAI, query=("names_only",)),
@@ -183,7 +183,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     "voice_delete": Endpoint(summary="Delete a voice", tag=_SOUND, refuses=("NoVoice", DETAIL)),
     "transcriptions": Endpoint(summary="Transcribe audio, optionally streamed", tag=_SOUND,
                            bodies=(TranscriptionFields,), body=_form({"file": _FILE}), takes=FORM,
-                           answers=(JSON, TEXT, EVENTS)),
+                           response_types=(JSON, TEXT, EVENTS)),
     "translations": Endpoint(summary="Refused: no model translates", tag=_SOUND, refuses=OPENAI,
                          body=_LISTENING, takes=FORM),
     "diarizations": Endpoint(summary="Refused: no model identifies speakers", tag=_SOUND,
@@ -218,18 +218,20 @@ def _weights(summary: str, *bodies: type) -> Endpoint:
 
 
 def _model(summary: str, *bodies: type, streams: bool = False) -> Endpoint:
-    answers = (JSON, EVENTS) if streams else (JSON,)
-    return Endpoint(summary=summary, tag="text", bodies=bodies, answers=answers, refuses=OPENAI)
+    response_types = (JSON, EVENTS) if streams else (JSON,)
+    return Endpoint(
+        summary=summary, tag="text", bodies=bodies, response_types=response_types, refuses=OPENAI
+    )
 
 
 _NO_CACHE = Endpoint(
-    summary="No operation: there is no such cache", tag="vLLM", locked=True, answers=(TEXT,),
+    summary="No operation: there is no such cache", tag="vLLM", locked=True, response_types=(TEXT,),
     refuses=OPENAI,
 )  # fmt: skip
 ENGINE_ENDPOINTS: Mapping[str, Endpoint] = {
     "abort_request": Endpoint(
         summary="Abort requests, as in SGLang", tag="operations",
-        bodies=(AbortBody,), locked=True, answers=(TEXT,),
+        bodies=(AbortBody,), locked=True, response_types=(TEXT,),
     ),
     "pause": _operation("Hold all requests; keep, wait for or abort running ones", *_MODE),
     "resume": _operation("Continue after a pause"),
@@ -243,7 +245,7 @@ ENGINE_ENDPOINTS: Mapping[str, Endpoint] = {
     ),
     "inference_v1_abort_requests": Endpoint(
         summary="Abort requests by id", tag="vLLM", body=_IDS, locked=True,
-        answers=(TEXT,), refuses=OPENAI,
+        response_types=(TEXT,), refuses=OPENAI,
     ),
     "reset_prefix_cache": _operation("Flush the prefix cache", "reset_running_requests"),
     "reset_mm_cache": _NO_CACHE,
@@ -256,7 +258,7 @@ ENGINE_ENDPOINTS: Mapping[str, Endpoint] = {
     "version": _fact("The version of this program"),
     "load": _fact("The number of requests"),
     "kv_event_sources": _fact("Where KV events are published, by rank"),
-    "ping": Endpoint(summary="200 without a body", tag="vLLM", answers=(TEXT,)),
+    "ping": Endpoint(summary="200 without a body", tag="vLLM", response_types=(TEXT,)),
     "init_weight_transfer_engine": _weights("Join a trainer's group", InitTransfer),
     "shutdown_weight_transfer_engine": _weights("Leave the trainer's group"),
     "start_weight_update": _weights("Begin to gather new weights"),

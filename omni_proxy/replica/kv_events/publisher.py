@@ -313,7 +313,7 @@ class KvEventPublisher:
                     os.eventfd_read(self._wake)
                 self._send_waiting()
                 if self._replay is not None and self._replay in ready:
-                    self._answer_replay(self._replay)
+                    self._send_replay(self._replay)
             self._send_waiting()
         except Exception:  # the engine continues without it; subscribers get no more batches
             log.exception("kv_events_stopped")
@@ -332,7 +332,7 @@ class KvEventPublisher:
             self._buffer.add(number, payload)
             self._pub.send_multipart([self._topic, _bytes(number), payload])
 
-    def _answer_replay(self, router: zmq.Socket[bytes]) -> None:
+    def _send_replay(self, router: zmq.Socket[bytes]) -> None:
         frames = router.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != NUMBER_BYTES:
             log.warning("kv_events_replay_refused frames=%d", len(frames))

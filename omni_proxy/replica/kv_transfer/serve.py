@@ -162,7 +162,7 @@ class TransferServer:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with FrameStream(connection) as stream:
-                await self._answer(stream)
+                await self._receive_request(stream)
         except (TransferFailed, WireError, OSError) as error:
             log.debug("kv_connection_ended reason=%s", error)
         except Exception:  # one connection must not end the others
@@ -170,12 +170,12 @@ class TransferServer:
         finally:
             slots.release()
 
-    async def _answer(self, stream: FrameStream) -> None:
+    async def _receive_request(self, stream: FrameStream) -> None:
         hello = None
         with trio.move_on_after(HELLO_SECS):
             start = await stream.read(len(HTTP_START))
             if start == HTTP_START:
-                await self._answer_http(stream)
+                await self._respond_http(stream)
                 return
             hello = await self._read_hello(stream, start)
         if hello is None:
@@ -350,7 +350,7 @@ class TransferServer:
 
     # HTTP
 
-    async def _answer_http(self, stream: FrameStream) -> None:
+    async def _respond_http(self, stream: FrameStream) -> None:
         """GET /query returns the engine by data-parallel rank; GET /health returns 200."""
         line = await stream.read_head(MAX_HEAD_BYTES)
         bodies = {

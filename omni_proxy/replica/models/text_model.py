@@ -219,7 +219,7 @@ class ModelWorker:
 
     @property
     def context(self) -> int:
-        """Maximum tokens of prompt and answer together."""
+        """Maximum tokens of prompt and response together."""
         return self.text.context
 
     @property

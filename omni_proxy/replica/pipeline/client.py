@@ -192,7 +192,7 @@ class Client:
         return self._coordinator.profiling_run_id
 
     def profiler_start(self, start: ProfilerStart) -> None:
-        """Start recording at every stage; stages do not answer (note:api-server 4)."""
+        """Start recording at every stage; stages do not reply (note:api-server 4)."""
         self._coordinator.profiler_start(start)
 
     def profiler_stop(self, run_id: str | None = None) -> str | None:

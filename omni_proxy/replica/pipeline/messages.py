@@ -56,7 +56,7 @@ class StreamChunk(Struct, frozen=True, tag="stream_chunk"):
 
 
 class Abort(Struct, frozen=True, tag="abort"):
-    """Drop a request, if the stage has it; the stage does not answer."""
+    """Drop a request, if the stage has it; the stage does not reply."""
 
     request_id: str
 
@@ -71,7 +71,7 @@ class EndEarly(Struct, frozen=True, tag="end_early"):
 
 
 class Admin(Struct, frozen=True, tag="admin"):
-    """An operation on the stage, answered by one `AdminResult` with the same `op_id`."""
+    """An operation on the stage, whose reply is one `AdminResult` with the same `op_id`."""
 
     op_id: str
     action: str
@@ -80,7 +80,7 @@ class Admin(Struct, frozen=True, tag="admin"):
 
 
 class ProfilerStart(Struct, frozen=True, tag="profiler_start"):
-    """Start recording; there is no answer (note:api-server 4)."""
+    """Start recording; there is no reply (note:api-server 4)."""
 
     run_id: str
     trace_path_template: str = ""
@@ -95,7 +95,7 @@ class ProfilerStop(Struct, frozen=True, tag="profiler_stop"):
 
 
 class Shutdown(Struct, frozen=True, tag="shutdown"):
-    """The stage returns from `run` soon; its remaining requests get no answer."""
+    """The stage returns from `run` soon; its remaining requests get no result."""
 
 
 class Result(Struct, frozen=True, tag="result"):
@@ -129,7 +129,7 @@ class StageFailure(Struct, frozen=True, tag="failed"):
 
 
 class AdminResult(Struct, frozen=True, tag="admin_result"):
-    """One stage's answer to one operation (note:api-server 2.2)."""
+    """One stage's result of one operation (note:api-server 2.2)."""
 
     op_id: str
     stage: str

@@ -92,7 +92,7 @@ NO_VISION_STAGE = (
 )
 UNUSED_MEDIA = "{} of the {}s have no content part in any message"
 TOO_LONG = (
-    "The prompt has {}, and the model's context length is {} tokens for prompt and answer "
+    "The prompt has {}, and the model's context length is {} tokens for prompt and response "
     "together: shorten the prompt"
 )
 NO_TRANSCRIPTION_STAGE = (

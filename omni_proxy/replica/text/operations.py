@@ -34,7 +34,7 @@ AdminFunction = Callable[[dict[str, Any]], OperationOutcome]
 
 PauseMode = Literal["abort", "retract", "in_place"]
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
-# Key in an answer's data: live tensors mix old and new weights (`DamagedWeightsError`).
+# Key in a result's data: live tensors mix old and new weights (`DamagedWeightsError`).
 DAMAGED: Final = "weights_damaged"
 
 
@@ -61,7 +61,7 @@ class OperableScheduler(Protocol):
 def run_operation(
     operation: Admin, stage: str, functions: Mapping[str, AdminFunction]
 ) -> AdminResult:
-    """Run one operation and return its answer."""
+    """Run one operation and return its result."""
     action = operation.action
     function = functions.get(action)
     if function is None:
@@ -180,7 +180,7 @@ class InterruptibleCall:
 
 
 Step: TypeAlias = Callable[[], Any] | BackgroundStep
-# Yields calls for a thread, is sent their results (or errors), returns the answer.
+# Yields calls for a thread, is sent their results (or errors), returns the outcome.
 Steps: TypeAlias = Generator[Step, Any, OperationOutcome]
 SlowFunction: TypeAlias = Callable[[Admin], Steps]
 
@@ -255,7 +255,7 @@ class SlowOperations:
             threading.Thread(target=call.stop, args=(why,), name=name, daemon=True).start()
 
     def begin(self, order: Admin, post: Post) -> AdminResult | None:
-        """Start an operation; returns its answer if it ends immediately.
+        """Start an operation; returns its result if it ends immediately.
 
         A thread calls `post` with the argument for `advance`.
         """
@@ -269,7 +269,7 @@ class SlowOperations:
         return self._resume(operation, lambda: next(steps), post)
 
     def advance(self, done: StepDone, post: Post) -> AdminResult | None:
-        """Continue after a step; returns the operation's answer if that was its last step."""
+        """Continue after a step; returns the operation's result if that was its last step."""
         operation = self._operations[done.op_id]
         operation.call = None
         steps, error = operation.steps, done.error
@@ -281,7 +281,7 @@ class SlowOperations:
         seconds = self._clock() - other.started_s
         return (
             f"{other.order.action} is in progress on stage {self._stage} for {seconds:.1f} s: "
-            "wait for its answer"
+            "wait for its result"
         )
 
     def _resume(

@@ -1,6 +1,6 @@
 """Parses and validates a submitted request before anything is computed for it.
 
-Invariant: a parsed prompt has only tokens of the vocabulary, room for an answer in the context
+Invariant: a parsed prompt has only tokens of the vocabulary, room for a response in the context
 length, and valid sampling parameters.
 """
 
@@ -27,7 +27,7 @@ class PromptError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """Limits of a prompt: `max_tokens` for prompt and answer, ids below `vocabulary`."""
+    """Limits of a prompt: `max_tokens` for prompt and response, ids below `vocabulary`."""
 
     stage: str
     max_tokens: int
@@ -56,7 +56,7 @@ def parse_prompt(payload: StagePayload, limits: PromptLimits, now_s: float) -> P
     """Raises PromptError."""
     request = payload.request
     is_embedding = request.metadata.get("task") == "embed"
-    # An embedding needs no room for an answer.
+    # An embedding needs no room for a response.
     tokens = _tokens_of(
         payload.data, limits, limits.max_tokens if is_embedding else limits.max_tokens - 1
     )
@@ -102,7 +102,7 @@ def _tokens_of(data: Any, limits: PromptLimits, max_tokens: int) -> tuple[int, .
     if len(tokens) > max_tokens:
         raise PromptError(
             f"The prompt has {len(tokens)} tokens, and the model's context length is "
-            f"{limits.max_tokens} tokens for prompt and answer together: shorten the prompt"
+            f"{limits.max_tokens} tokens for prompt and response together: shorten the prompt"
         )
     for token in tokens:
         if type(token) is not int or not 0 <= token < limits.vocabulary:

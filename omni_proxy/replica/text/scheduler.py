@@ -138,7 +138,7 @@ class TextScheduler:
         self._weight_version = version
 
     def run(self, inbox: queue.SimpleQueue[StageInput], emit: Emit) -> None:
-        """Serve until Shutdown; requests that are still held get no answer."""
+        """Serve until Shutdown; requests that are still held get no result."""
         self.emit = emit
         # The stage posts these two to itself; the inbox's type has only the pipeline's messages.
         self._post = cast("Callable[[StepDone | CompiledConstraint], None]", inbox.put)
@@ -278,7 +278,7 @@ class TextScheduler:
         self.record("scheduler_queue_enter", request_id, {"waiting": len(self.batch_queue.waiting)})
 
     def active_ids(self) -> list[str]:
-        """Ids of all requests that have no answer yet."""
+        """Ids of all requests that have no result yet."""
         sequences = [sequence.request_id for sequence in self.batch_queue]
         prompts = [*self._embeds, *self._held]
         return sequences + [prompt.request_id for prompt in prompts] + self._compiling.ids
@@ -474,9 +474,9 @@ class TextScheduler:
         self.batch_queue.remove(sequence)
         if sequence.kv is not None:
             self.cache.store(sequence.tokens[: sequence.computed], sequence.kv, sequence.epoch)
-        self._answer(sequence, sequence.result(self.weight_version, self._clock()))
+        self._emit_sequence_result(sequence, sequence.result(self.weight_version, self._clock()))
 
-    def _answer(self, sequence: Sequence, data: dict[str, Any]) -> None:
+    def _emit_sequence_result(self, sequence: Sequence, data: dict[str, Any]) -> None:
         """Report the result of a sequence that has ended."""
         self.emit(Result(sequence.request_id, self._stage, data))
 

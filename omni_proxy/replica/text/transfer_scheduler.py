@@ -189,11 +189,11 @@ class TransferScheduler(TextScheduler):
         finally:
             self._logits = None
 
-    def _answer(self, sequence: Sequence, data: dict[str, Any]) -> None:
+    def _emit_sequence_result(self, sequence: Sequence, data: dict[str, Any]) -> None:
         spec, request_id = sequence.prompt.transfer, sequence.request_id
         if not isinstance(spec, Serve) or sequence.finish_reason == "abort":
             self._end_transfer(request_id, "the prefill request was aborted")
-            super()._answer(sequence, data)
+            super()._emit_sequence_result(sequence, data)
         elif spec.waits:
             self._handing_over[request_id] = data
             self._transfers.hand_over(self._legs[request_id], self._export(sequence, spec.key))
@@ -201,7 +201,7 @@ class TransferScheduler(TextScheduler):
             self._keep(sequence, spec, data)
 
     def _keep(self, sequence: Sequence, spec: Serve, data: dict[str, Any]) -> None:
-        """Keep the KV and answer the request; the answer has the key if the request had none."""
+        """Keep the KV and emit the result, which has the key if the request had none."""
         request_id = sequence.request_id
         handle = f"{request_id}-{secrets.token_hex(8)}"
         export = self._export(sequence, spec.key or kept_key(handle))
@@ -219,7 +219,7 @@ class TransferScheduler(TextScheduler):
             blocks = -(-export.tokens // PAGE_TOKENS)
             data = data | {PARAMS: nixl_params(handle, engine, address, blocks)}
         self._end_transfer(request_id, "")
-        super()._answer(sequence, data)
+        super()._emit_sequence_result(sequence, data)
 
     def _export(self, sequence: Sequence, key: str) -> Export:
         assert sequence.kv is not None

@@ -1,4 +1,4 @@
-"""A follower rank in its own process, which repeats the leader's steps and answers operations.
+"""A follower rank in its own process, which repeats the leader's steps and runs its operations.
 
 It is a text stage without requests: steps arrive as messages, its operations are those of a text
 stage, and each slow step waits for the leader's verdict on the previous one. The process ends on an

@@ -2,7 +2,7 @@
 
 Invariant: if a batch that was sent to the followers cannot be finished, the stage ends: all ranks
 end, the requests fail, and the pipeline's runtime restarts the stage with its initial weights. An
-operation ends when every rank has answered; while it halts one of them, no batch is computed. After
+operation ends when every rank has replied; while it halts one of them, no batch is computed. After
 `Followers.close`, no follower process is left. A follower that exits or reports its end is lost;
 `lost` is set to the reason before any later message is handled.
 """
@@ -278,9 +278,9 @@ class LeaderScheduler(TextScheduler):
             self.worker.close()
 
     def _emit_or_merge(self, message: StageOutput) -> None:
-        """Emits every message except rank 0's answers, which are merged into the stage's."""
+        """Emits every message except rank 0's results, which are merged into the stage's."""
         if isinstance(message, AdminResult):
-            self._fan_out.own_answer(message)
+            self._fan_out.own_result(message)
         else:
             self._stage_emit(message)
 
@@ -329,5 +329,5 @@ class LeaderScheduler(TextScheduler):
     def damaged(self) -> None:
         self.weights_damaged()
 
-    def answer(self, result: AdminResult) -> None:
+    def send_result(self, result: AdminResult) -> None:
         self._stage_emit(result)

@@ -1,7 +1,7 @@
-"""An operation of the leader at all ranks: sent to all, run in lockstep, answered once.
+"""An operation of the leader at all ranks: sent to all, run in lockstep, with one result.
 
-    begin ──refused by rank 0──> its answer only
-      └──> sent to all ──> (step done by all ──> verdict to all) * ──> answers of all ──> merged
+    begin ──refused by rank 0──> its result only
+      └──> sent to all ──> (step done by all ──> verdict to all) * ──> results of all ──> merged
                                  └──one failed──> ranks still in that step may abort it
 
 Invariant: no rank begins a slow step before every rank has finished the previous one. If a step
@@ -39,7 +39,7 @@ class FanOutLeader(Protocol):
         """Delivers `message` after `after_secs`, unless the returned function cancels it."""
 
     def advance(self, done: StepDone) -> None:
-        """Continues rank 0's operation; its answer may be reported before this returns."""
+        """Continues rank 0's operation; its result may be reported before this returns."""
 
     def interrupt(self, op_id: str, why: str) -> None:
         """Ends rank 0's current step soon, if possible."""
@@ -50,8 +50,8 @@ class FanOutLeader(Protocol):
     def damaged(self) -> None:
         """A follower's weights are damaged: no batch may be computed with them."""
 
-    def answer(self, result: AdminResult) -> None:
-        """Sends the stage's single answer."""
+    def send_result(self, result: AdminResult) -> None:
+        """Sends the stage's single result."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class _Operation:
     announced: bool = False
     late: bool = False
     halting: bool = True
-    answered: bool = False
+    result_sent: bool = False
     number: int = 0
     decided: int = 0
     aborted: int = 0
@@ -109,11 +109,11 @@ class RankFanOut:
         operation.number += 1
         self._proceed(operation)
 
-    def own_answer(self, result: AdminResult) -> None:
+    def own_result(self, result: AdminResult) -> None:
         """Rank 0 has ended its part, or refused it."""
         operation = self._live.get(result.op_id)
         if operation is None:
-            self._leading.answer(result)
+            self._leading.send_result(result)
             return
         operation.own = result
         operation.number += 1
@@ -124,7 +124,7 @@ class RankFanOut:
             return
         operation = self._live.get(message.op_id)
         if operation is None:
-            log.warning("tp_answer_ignored rank=%d op_id=%s", rank, message.op_id)
+            log.warning("tp_message_ignored rank=%d op_id=%s", rank, message.op_id)
             return
         if _damaged(message):
             self._leading.damaged()
@@ -149,7 +149,7 @@ class RankFanOut:
             self._finish(operation, operation.own)
         operation.cancel_timer()
         waits = operation.done is not None or operation.own is not None
-        if waits and not operation.answered and not operation.late:
+        if waits and not operation.result_sent and not operation.late:
             limit = operation.order.timeout_s
             operation.cancel_timer = self._leading.schedule(
                 StepOverdue(operation.order.op_id, operation.number),
@@ -198,10 +198,10 @@ class RankFanOut:
         missing = (
             [r for r in self._ranks if r not in operation.results] if operation.announced else []
         )
-        if not operation.answered and (operation.late or not missing):
-            operation.answered = True
+        if not operation.result_sent and (operation.late or not missing):
+            operation.result_sent = True
             results = [operation.results[rank] for rank in sorted(operation.results)]
-            self._leading.answer(merged(own, results, 1 + len(self._ranks), missing))
+            self._leading.send_result(merged(own, results, 1 + len(self._ranks), missing))
         if not missing:
             self._live.pop(own.op_id, None)
 
@@ -232,9 +232,9 @@ def _describe(result: AdminResult) -> str:
 def merged(
     own: AdminResult, others: list[AdminResult], size: int, missing: list[int]
 ) -> AdminResult:
-    """The stage's answer (2.2): rank 0's, with the complete answers of all ranks.
+    """The stage's result (2.2): rank 0's, with the complete results of all ranks.
 
-    It is a success only if every rank's answer is one.
+    It is a success only if every rank's result is one.
     """
     local = msgspec.structs.replace(own, rank=0, role="leader")
     ranked = [local, *others]
@@ -262,4 +262,4 @@ def merged(
 
 
 def _named(ranks: list[int]) -> str:
-    return f"no answer from {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+    return f"no reply from {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

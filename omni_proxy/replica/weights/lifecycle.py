@@ -1,4 +1,4 @@
-"""One weight update from request to answer, including the scheduler's pause (note:api-server 2.4).
+"""One weight update from request to result, including the scheduler's pause (note:api-server 2.4).
 
     active requests? ──> stage (thread) ──> drop ──> swap (thread) ──> flush KVs, set version
 Invariant: requests are dropped only after the new weights passed all checks. A failed update leaves
@@ -210,10 +210,10 @@ class Lifecycle:
         if active and not (options.abort_all_requests or self._retracted):
             staging.close()
             return self._refuse(options, active)
-        answer = yield from self.apply_update(
+        outcome = yield from self.apply_update(
             options, staging, details, into_open_update=into_open_update
         )
-        return answer
+        return outcome
 
     def apply_update(
         self,

@@ -240,7 +240,7 @@ class ReceiveState:
             doing = "completed" if transfer.completing else "prepared"
             raise CallOutOfOrder(
                 f"the weights update of group {group_name!r} is already being {doing}: wait for "
-                "that answer",
+                "its result",
                 CONFLICT_STATUS,
             )
         transfer.completing = True

@@ -5,7 +5,7 @@
 The stage generates between and during these; only the swap halts it. With `buckets`, one completion
 applies all of them. With one bucket's names at the top level, each completion applies that bucket,
 so the weights may be of two versions until a completion carries a version or a flush: `/model_info`
-and every answer report it (`weights`, `buckets_applied`). After begin_weight_update, all buckets
+and every result report it (`weights`, `buckets_applied`). After begin_weight_update, all buckets
 are applied together by end_weight_update. If a receive fails, the old weights are unchanged.
 """
 
@@ -84,8 +84,8 @@ class TwoPhase:
             payload, pause_on_failure=False, flush_cache=False, whole=current.whole
         )
         staging = self._receive(current, secs, halting=False)
-        answer = yield from self._lifecycle.apply_update(options, staging, {"group_name": name})
-        success, message, data, error = answer
+        outcome = yield from self._lifecycle.apply_update(options, staging, {"group_name": name})
+        success, message, data, error = outcome
         yield from self._sync.settle(current, kept=success)
         data |= {
             "num_buckets_received": len(current.plans) if success else current.buckets_received
@@ -101,12 +101,12 @@ class TwoPhase:
         options = UpdateOptions.of(payload, pause_on_failure=True, whole=False)
         response = {"group_name": group_name(payload), "names": payload.get("names")}
         box: list[PendingTransfer] = []
-        answer = yield from self._lifecycle.update_when_idle(
+        outcome = yield from self._lifecycle.update_when_idle(
             options, self._both(payload, box), response
         )
         for current in box:
-            yield from self._sync.settle(current, kept=answer[0])
-        return answer
+            yield from self._sync.settle(current, kept=outcome[0])
+        return outcome
 
     def _both(self, payload: dict[str, Any], box: list[PendingTransfer]) -> StagingSteps:
         terms = self._sync.terms
@@ -127,7 +127,7 @@ class TwoPhase:
 
 
 def _size(current: PendingTransfer) -> dict[str, Any]:
-    """The size of a transfer, for the answer."""
+    """The size of a transfer, for the result."""
     return {
         "num_buckets": len(current.plans),
         "num_tensors": sum(len(plan.tensors) for plan in current.plans),

@@ -151,8 +151,8 @@ class WeightActions:
         # For calls in vLLM's format, running requests are recomputed.
         beside = payload.get("beside_requests", False)
         update = self._lifecycle.apply_update if beside else self._lifecycle.update_when_idle
-        answer = yield from update(options, staging, {}, into_open_update=False)
-        success, message, data, error = answer
+        outcome = yield from update(options, staging, {}, into_open_update=False)
+        success, message, data, error = outcome
         if success:
             message = "Succeeded to update model weights."
             scheduler.model_path = payload["model_path"]
@@ -196,10 +196,10 @@ class WeightActions:
         staging = stage_in_background(
             partial(stage_serialized, order.payload, self._target, rank.rank, rank.size)
         )
-        answer = yield from self._lifecycle.update_when_idle(
+        outcome = yield from self._lifecycle.update_when_idle(
             options, staging, {"metadata_only": False}
         )
-        return answer
+        return outcome
 
     def _busy(self) -> OperationOutcome | None:
         """The refusal of actions between an update's preparation and its end."""
@@ -265,8 +265,8 @@ class WeightActions:
     def end_weight_update(self, order: Admin) -> Steps:
         if (refusal := self._busy()) is not None:
             return refusal
-        answer = yield from self._lifecycle.end_update()
-        return answer
+        outcome = yield from self._lifecycle.end_update()
+        return outcome
 
     def update_weight_version(self, order: Admin) -> Steps:
         version = order.payload.get("new_version")

@@ -132,7 +132,7 @@ async def test_a_pause_in_abort_mode_of_all_stages_aborts_every_request(stages, 
         async with client.generate(GenerateRequest("x"), "r") as generation:
             await anext(generation)
             # Requests are aborted even if a stage does not answer in time.
-            with pytest.raises(RequestFailed, match="no answer from x"):
+            with pytest.raises(RequestFailed, match="no reply from x"):
                 await client.admin("pause_generation", payload, stages, timeout_s=0.01)
             states = client.health()["request_states"]
             assert states == ({"aborted": 1} if aborted else {"running": 1})

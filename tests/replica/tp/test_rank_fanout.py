@@ -15,7 +15,7 @@ class Leader:
     """Rank 0, whose operation has `steps` slow steps and then ends with `own_result`."""
 
     def __init__(self, ranks=(1, 2), own_result=None, steps=0):
-        self.sent, self.scheduled, self.advanced, self.answers = [], [], [], []
+        self.sent, self.scheduled, self.advanced, self.results = [], [], [], []
         self.interrupted, self.damages = [], 0
         self.own_result, self.steps = own_result or result(), steps
         self.steps_halt = True
@@ -28,7 +28,7 @@ class Leader:
         if self.steps:
             self.steps -= 1
         else:
-            self.fan_out.own_answer(self.own_result)
+            self.fan_out.own_result(self.own_result)
 
     def step_done(self, error=None):
         self.fan_out.own_step(StepDone("op", error=error))
@@ -51,9 +51,9 @@ class Leader:
         payloads = [message.payload for message in self.sent if message.action == ABORT_STEP]
         return [(payload["number"], payload["fault"]) for payload in payloads]
 
-    def only_answer(self):
-        (answer,) = self.answers
-        return answer
+    def only_result(self):
+        (stage_result,) = self.results
+        return stage_result
 
     # The interface of FanOutLeader
 
@@ -80,8 +80,8 @@ class Leader:
     def damaged(self):
         self.damages += 1
 
-    def answer(self, message):
-        self.answers.append(message)
+    def send_result(self, message):
+        self.results.append(message)
 
 
 def test_a_follower_that_cannot_undo_its_swap_is_reported_as_damage_at_once():
@@ -94,10 +94,10 @@ def test_a_follower_that_cannot_undo_its_swap_is_reported_as_damage_at_once():
     message = "The weights are damaged: update them before you continue."
     leader.fan_out.receive(1, result(False, message, 1, {DAMAGED: True}))
     leader.finish(2, False, "undone")
-    answer = leader.only_answer()
-    assert not answer.success
-    assert answer.message == answer.error == f"rank 1: {message}"
-    assert (answer.data[DAMAGED], answer.data["engine_paused"]) == (True, True)
+    stage_result = leader.only_result()
+    assert not stage_result.success
+    assert stage_result.message == stage_result.error == f"rank 1: {message}"
+    assert (stage_result.data[DAMAGED], stage_result.data["engine_paused"]) == (True, True)
 
 
 def test_an_undo_that_fails_after_the_last_verdict_is_reported_as_damage():
@@ -108,20 +108,25 @@ def test_an_undo_that_fails_after_the_last_verdict_is_reported_as_damage():
     leader.vote(1)
     leader.step_done()
     leader.finish(2, False, "undone")
-    assert (leader.damages, leader.answers) == (0, [])
+    assert (leader.damages, leader.results) == (0, [])
     leader.fan_out.receive(1, result(False, "The weights are damaged", 1, {DAMAGED: True}))
     assert leader.damages == 1
-    assert leader.only_answer().message == "rank 1: The weights are damaged"
+    assert leader.only_result().message == "rank 1: The weights are damaged"
 
 
 def test_an_operation_that_rank_0_refuses_is_sent_to_no_other_rank():
     leader = Leader(own_result=result(False, "no"))
     leader.start()
-    answer = leader.only_answer()
+    stage_result = leader.only_result()
     assert leader.sent == []
-    assert (answer.success, answer.message, answer.rank, answer.role) == (False, "no", 0, "leader")
-    assert answer.data["tp_size"] == 3
-    assert [each["rank"] for each in answer.data["rank_results"]] == [0]
+    assert (stage_result.success, stage_result.message, stage_result.rank, stage_result.role) == (
+        False,
+        "no",
+        0,
+        "leader",
+    )
+    assert stage_result.data["tp_size"] == 3
+    assert [each["rank"] for each in stage_result.data["rank_results"]] == [0]
     assert not leader.fan_out.halting
 
 
@@ -131,12 +136,12 @@ def test_the_answer_has_the_results_of_all_ranks():
     assert [(each.action, each.payload) for each in leader.sent] == [("act", {"key": 1})]
     assert leader.fan_out.halting
     leader.finish(2)
-    assert leader.answers == []
+    assert leader.results == []
     leader.finish(1)
-    answer = leader.only_answer()
-    assert (answer.success, answer.rank, answer.role) == (True, 0, "leader")
-    assert answer.data["count"] == 7
-    assert [(each["rank"], each["role"]) for each in answer.data["rank_results"]] == [
+    stage_result = leader.only_result()
+    assert (stage_result.success, stage_result.rank, stage_result.role) == (True, 0, "leader")
+    assert stage_result.data["count"] == 7
+    assert [(each["rank"], each["role"]) for each in stage_result.data["rank_results"]] == [
         (0, "leader"), (1, "single"), (2, "single"),
     ]  # fmt: skip
     assert not leader.fan_out.halting
@@ -192,10 +197,10 @@ def test_a_failed_rank_fails_the_operation_and_is_named():
     leader.start()
     leader.finish(1, False, "disk full")
     leader.finish(2)
-    answer = leader.only_answer()
-    assert not answer.success
-    assert answer.message == answer.error == "rank 1: disk full"
-    assert [each["success"] for each in answer.data["rank_results"]] == [True, False, True]
+    stage_result = leader.only_result()
+    assert not stage_result.success
+    assert stage_result.message == stage_result.error == "rank 1: disk full"
+    assert [each["success"] for each in stage_result.data["rank_results"]] == [True, False, True]
 
 
 def test_no_rank_continues_before_all_have_finished_the_step():
@@ -214,7 +219,7 @@ def test_no_rank_continues_before_all_have_finished_the_step():
     assert [done.error for done in leader.advanced] == [None, None]
     leader.finish(1)
     leader.finish(2)
-    assert leader.only_answer().success
+    assert leader.only_result().success
 
 
 def test_a_step_that_failed_at_a_follower_fails_at_the_leader():
@@ -228,7 +233,7 @@ def test_a_step_that_failed_at_a_follower_fails_at_the_leader():
     assert isinstance(done.error, PeerError)
     leader.finish(1, False, "rank 2: no room")
     leader.finish(2, False, "no room")
-    assert leader.only_answer().message == "rank 2: no room"
+    assert leader.only_result().message == "rank 2: no room"
 
 
 def test_a_failed_step_of_the_leader_fails_everywhere_and_keeps_its_error():
@@ -249,8 +254,8 @@ def test_a_rank_that_refuses_fails_the_step_of_the_others():
     leader.step_done()
     assert leader.verdicts() == [(1, "rank 1: busy")]
     leader.finish(2, False, "rank 1: busy")
-    answer = leader.only_answer()
-    assert not answer.success
+    stage_result = leader.only_result()
+    assert not stage_result.success
     assert not leader.fan_out.halting
 
 
@@ -261,7 +266,7 @@ def test_a_rank_with_more_steps_than_rank_0_gets_a_verdict():
     assert leader.verdicts() == [(1, "")]
     leader.finish(1)
     leader.finish(2)
-    assert leader.only_answer().success
+    assert leader.only_result().success
 
 
 @pytest.mark.parametrize(("timeout_s", "secs"), [(None, COLLECT_SECS), (5.0, 5.0), (0.0, 0.0)])
@@ -271,15 +276,15 @@ def test_a_rank_that_does_not_answer_in_time_fails_the_collection(timeout_s, sec
     assert [after for _, after in leader.scheduled] == [secs]
     leader.finish(1)
     leader.expire()
-    answer = leader.only_answer()
-    assert (answer.success, answer.message) == (False, NOT_COLLECTED)
-    assert answer.error == f"{NOT_COLLECTED}: no answer from rank 2"
-    assert [each["rank"] for each in answer.data["rank_results"]] == [0, 1]
+    stage_result = leader.only_result()
+    assert (stage_result.success, stage_result.message) == (False, NOT_COLLECTED)
+    assert stage_result.error == f"{NOT_COLLECTED}: no reply from rank 2"
+    assert [each["rank"] for each in stage_result.data["rank_results"]] == [0, 1]
     # No batch can be computed until rank 2 has finished, too.
     assert leader.fan_out.halting
     leader.finish(2)
     assert not leader.fan_out.halting
-    assert len(leader.answers) == 1
+    assert len(leader.results) == 1
 
 
 def test_a_rank_that_does_not_finish_a_step_in_time_fails_it():
@@ -288,10 +293,10 @@ def test_a_rank_that_does_not_finish_a_step_in_time_fails_it():
     leader.vote(1)
     leader.step_done()
     leader.expire()
-    fault = f"{NOT_COLLECTED}: no answer from rank 2"
+    fault = f"{NOT_COLLECTED}: no reply from rank 2"
     assert leader.verdicts() == [(1, fault)]
     assert isinstance(leader.advanced[0].error, PeerError)
-    assert not leader.only_answer().success
+    assert not leader.only_result().success
     leader.vote(2)
     assert leader.verdicts() == [(1, fault)]
     leader.finish(1, False, fault)
@@ -307,12 +312,12 @@ def test_a_reminder_of_an_earlier_step_is_ignored():
     leader.vote(2)
     leader.fan_out.overdue(StepOverdue("op", 1))
     leader.fan_out.overdue(StepOverdue("other", 1))
-    assert leader.answers == []
+    assert leader.results == []
 
 
 def test_invalid_and_unexpected_replies_are_ignored():
     leader = Leader()
     leader.fan_out.receive(1, StageStats("decode", {}))
     leader.finish(1)
-    leader.fan_out.own_answer(result())
-    assert leader.only_answer() == result()
+    leader.fan_out.own_result(result())
+    assert leader.only_result() == result()

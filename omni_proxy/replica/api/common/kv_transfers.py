@@ -55,7 +55,7 @@ def leg_fields(context: RouteContext, fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in MIN_FIELDS}
 
 
-def transfer_answer(results: Iterable[CompletionResult]) -> dict[str, Any]:
+def transfer_fields(results: Iterable[CompletionResult]) -> dict[str, Any]:
     """The `kv_transfer_params` at the top of a prefill leg's response, if a KV was kept."""
     all_params = (result.extra.get(PARAMS) for result in results)
     params = next((params for params in all_params if params is not None), None)

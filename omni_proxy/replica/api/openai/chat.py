@@ -25,7 +25,7 @@ from omni_proxy.replica.api.common.errors import DetailError, json_response
 from omni_proxy.replica.api.common.kv_transfers import (
     caller_request_id,
     leg_fields,
-    transfer_answer,
+    transfer_fields,
     with_transfers,
 )
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate, value_error
@@ -264,9 +264,9 @@ class ChatRoutes:
         request = await self._to_generate_request(body, options, top_logprobs, schema)
         requests = requests_for_choices(request, count)
         requests = with_transfers(self._context, payload, requests, options.request_id)
-        return await self._answer(options, requests)
+        return await self._respond(options, requests)
 
-    async def _answer(
+    async def _respond(
         self, options: ChatResponseOptions, requests: list[GenerateRequest]
     ) -> Response:
         context = self._context
@@ -279,7 +279,7 @@ class ChatRoutes:
             return stream_response(EventStream(source, formatter, timing, cut=cut))
         with timing:
             results = await complete_all(context.client, requests, ids)
-        return json_response(chat_completion(options, results) | transfer_answer(results))
+        return json_response(chat_completion(options, results) | transfer_fields(results))
 
     def _response_options(self, body: ChatBody, *, logprobs: bool) -> ChatResponseOptions:
         """Raises DetailError 400 for an unknown modality or an audio format that cannot be encoded.

@@ -23,7 +23,7 @@ from omni_proxy.replica.api.common.errors import (
 from omni_proxy.replica.api.common.kv_transfers import (
     caller_request_id,
     leg_fields,
-    transfer_answer,
+    transfer_fields,
     with_transfers,
 )
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate
@@ -83,11 +83,11 @@ class CompletionRoutes:
             check_biases(body, self._context)
             prompts, _ = parse_prompts(body.prompt, "prompt")
             schema = await response_schema(self._context, body.response_format)
-            return await self._answer(body, payload, prompts, schema)
+            return await self._respond(body, payload, prompts, schema)
         except (DetailError, *CLIENT_ERRORS) as error:
             raise to_openai_error(error) from None
 
-    async def _answer(
+    async def _respond(
         self, body: CompletionBody, payload: Any, prompts: list[Prompt], schema: str | None
     ) -> Response:
         context = self._context
@@ -115,8 +115,8 @@ class CompletionRoutes:
             results = await complete_all(context.client, requests, ids)
         choices = [_choice(index, result, stops) for index, result in enumerate(results)]
         usage = total_usage([result.usage for result in results], count)
-        answer = head | {"choices": choices, "usage": usage}
-        return json_response(answer | transfer_answer(results))
+        response = head | {"choices": choices, "usage": usage}
+        return json_response(response | transfer_fields(results))
 
 
 class CompletionChunkFormatter:

@@ -41,11 +41,11 @@ class EmbeddingRoutes:
 
     async def embed(self) -> Response:
         try:
-            return await self._answer(await validate_body(EmbeddingBody))
+            return await self._respond(await validate_body(EmbeddingBody))
         except (DetailError, *CLIENT_ERRORS) as error:
             raise to_openai_error(error) from None
 
-    async def _answer(self, body: EmbeddingBody) -> Response:
+    async def _respond(self, body: EmbeddingBody) -> Response:
         if body.dimensions is not None:
             raise DetailError(
                 400, "dimensions is not supported: vectors have the model's own width"

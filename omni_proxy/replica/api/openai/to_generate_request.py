@@ -60,7 +60,7 @@ UNSUPPORTED_FIELDS = {
     "min_new_tokens": "a minimum length cannot be enforced",
     "bad_words": "use logit_bias for token ids",
     "allowed_token_ids": "use logit_bias for token ids",
-    "use_beam_search": "answers are sampled",
+    "use_beam_search": "responses are sampled",
     "prompt_logprobs": "log probabilities are returned only for generated tokens",
     "include_stop_str_in_output": "a response ends before its stop string",
     "continue_final_message": "a response is always a new message",

@@ -50,7 +50,7 @@ class OperationBody(Struct, kw_only=True):
         }
 
     def limit_secs(self, default_secs: float) -> float:
-        """How long to wait for the stages' answers."""
+        """How long to wait for the stages' results."""
         return default_secs if self.timeout_s is None else self.timeout_s
 
 
@@ -150,12 +150,12 @@ class ModelInfoRoutes:
 
     async def get(self) -> Response:
         require_key(self._context)
-        return await self._answer(OperationBody())
+        return await self._respond(OperationBody())
 
     async def post(self) -> Response:
-        return await self._answer(validate(OperationBody, await admin_body(self._context)))
+        return await self._respond(validate(OperationBody, await admin_body(self._context)))
 
-    async def _answer(self, body: OperationBody) -> Response:
+    async def _respond(self, body: OperationBody) -> Response:
         limit_secs = MODEL_INFO_TIMEOUT_SECS if body.timeout_s is None else body.timeout_s
         aggregate = await self._context.client.admin("model_info", {}, body.stages, limit_secs)
         if not aggregate["success"]:

@@ -22,7 +22,7 @@ from quart import Response
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import DetailError, empty_response, json_response
-from omni_proxy.replica.api.common.kv_transfers import release_kept, transfer_answer, with_transfers
+from omni_proxy.replica.api.common.kv_transfers import release_kept, transfer_fields, with_transfers
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate
 from omni_proxy.replica.api.common.media import encode_audio
 from omni_proxy.replica.api.common.request_ids import bare_id, id_matcher
@@ -89,7 +89,7 @@ class SglangGenerate:
     def __init__(self, context: RouteContext) -> None:
         self._context = context
 
-    async def answer(self, payload: Any) -> Response:
+    async def respond(self, payload: Any) -> Response:
         body = validate(SglangBody, payload)
         prompts, batched = _prompts(body)
         request_id = new_request_id(body.rid if isinstance(body.rid, str) else None)
@@ -111,11 +111,11 @@ class SglangGenerate:
         started_secs = trio.current_time()
         with timing:
             results = await complete_all(context.client, requests, ids)
-        answers = []
-        for answer_id, result in zip(ids, results, strict=True):
-            response = SglangResponse(answer_id, logprobs=logprobs, started_secs=started_secs)
-            answers.append(response.complete(result))
-        return json_response(answers if batched else answers[0] | transfer_answer(results))
+        responses = []
+        for response_id, result in zip(ids, results, strict=True):
+            response = SglangResponse(response_id, logprobs=logprobs, started_secs=started_secs)
+            responses.append(response.complete(result))
+        return json_response(responses if batched else responses[0] | transfer_fields(results))
 
 
 class SglangResponse:
@@ -196,7 +196,7 @@ def _to_generate_request(body: SglangBody, prompt: Prompt) -> GenerateRequest:
     sampling_fields = body.sampling_params or SglangSampling()
     if (sampling_fields.n or 1) != 1:
         raise DetailError(
-            400, "sampling_params.n must be 1: this server returns one answer per prompt"
+            400, "sampling_params.n must be 1: this server returns one response per prompt"
         )
     limit = sampling_fields.max_new_tokens
     sampling = sampling_params(
@@ -259,7 +259,7 @@ class GenerateRoutes:
     async def generate(self) -> Response:
         payload = await json_body()
         if is_sglang_request(payload):
-            return await self._sglang.answer(payload)
+            return await self._sglang.respond(payload)
         return await self._rollout(validate(RolloutBody, payload), payload)
 
     async def _rollout(self, body: RolloutBody, payload: Any) -> Response:
@@ -270,7 +270,7 @@ class GenerateRoutes:
         timing = context.meters.timed(context.model_name)
         with timing:
             result = await context.client.completion(request, request_id)
-        return json_response(_response_body(body, result) | transfer_answer([result]))
+        return json_response(_response_body(body, result) | transfer_fields([result]))
 
     async def _to_generate_request(self, body: RolloutBody) -> GenerateRequest:
         sampling = body.sampling_params or RolloutSampling()

@@ -1,6 +1,6 @@
 """The profiler's routes: start and stop a run on all stages together (note:api-server 4.1).
 
-Contract: a start is answered before the stages have begun, a stop before they have ended; stopping
+Contract: a start responds before the stages have begun, a stop before they have ended; stopping
 without an active run is not an error. The routes need the admin key if one is set. Files are
 written only below a folder that the operator allows.
 """

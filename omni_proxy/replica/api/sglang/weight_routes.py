@@ -74,7 +74,7 @@ class FromTensor(OperationBody, kw_only=True):
 
 
 class StageDeadlineBody(OperationBody, kw_only=True):
-    """An operation whose deadlines are enforced by the stage, which answers when one has passed.
+    """An operation whose deadlines are enforced by the stage, which replies when one has passed.
 
     `timeout_s` replaces them, except for the deadline to arm, which it can only shorten. The route
     waits longer than the stage. An invalid time is refused by the stage.

@@ -82,7 +82,7 @@ class EngineCalls:
             case "abort":
                 await self.run("pause_generation", {"mode": "in_place"})
                 self._context.client.end_early(lambda _: True)
-        # Its answer means that the aborts are done: a stage handles its messages in order.
+        # Its result means that the aborts are done: a stage handles its messages in order.
         await self.run("flush_cache" if clear_cache else "model_info")
 
     async def resume(self) -> None:

@@ -30,7 +30,7 @@ from omni_proxy.replica.api.common.errors import (
 )
 from omni_proxy.replica.api.common.kv_transfers import (
     caller_request_id,
-    transfer_answer,
+    transfer_fields,
     with_transfers,
 )
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate
@@ -192,7 +192,7 @@ class MessageRoutes:
         payload = await json_body()
         body = validate(MessagesBody, payload)
         try:
-            return await self._answer(body, payload)
+            return await self._respond(body, payload)
         except (DetailError, VllmError, *CLIENT_ERRORS) as error:
             return _refusal(to_vllm_error(error))
 
@@ -207,7 +207,7 @@ class MessageRoutes:
         response = {"input_tokens": count, "context_management": {"original_input_tokens": count}}
         return json_response(response)
 
-    async def _answer(self, body: MessagesBody, payload: Any) -> Response:
+    async def _respond(self, body: MessagesBody, payload: Any) -> Response:
         context = self._context
         request_id = caller_request_id(context) or uuid4().hex[:16]
         request = await self._to_request(body)
@@ -226,8 +226,8 @@ class MessageRoutes:
             return deferred_response(stream, EVENT_STREAM_HEADERS)
         with timing:
             result = await context.client.completion(request, request_id)
-        answer = anthropic_message(f"chatcmpl-{request_id}", model, result)
-        return json_response(answer | transfer_answer([result]))
+        message = anthropic_message(f"chatcmpl-{request_id}", model, result)
+        return json_response(message | transfer_fields([result]))
 
     async def _to_request(self, body: MessagesBody) -> GenerateRequest:
         if (body.tool_choice or {}).get("type") in REQUIRED_CALLS:

@@ -22,7 +22,7 @@ from quart_trio import QuartTrio
 from omni_proxy.replica.api.common.errors import CLIENT_ERRORS, json_response
 from omni_proxy.replica.api.common.kv_transfers import (
     caller_request_id,
-    transfer_answer,
+    transfer_fields,
     with_transfers,
 )
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate
@@ -167,8 +167,8 @@ class _Turn:
         return str(self.response["id"])
 
     def stored(self, response: dict[str, Any], text: str) -> StoredResponse:
-        answer = [PromptMessage("assistant", text)] if text else []
-        return StoredResponse(response, [*self.messages, *answer])
+        reply = [PromptMessage("assistant", text)] if text else []
+        return StoredResponse(response, [*self.messages, *reply])
 
 
 class ResponseRoutes:
@@ -200,7 +200,7 @@ class ResponseRoutes:
         timing = self._context.meters.timed(self._context.model_name)
         with timing:
             result = await self._context.client.completion(request, turn.request_id)
-        return json_response(self._ended(turn, result) | transfer_answer([result]))
+        return json_response(self._ended(turn, result) | transfer_fields([result]))
 
     async def _streamed(self, turn: _Turn, request: GenerateRequest) -> Response:
         def finished(final: dict[str, Any], text: str) -> None:

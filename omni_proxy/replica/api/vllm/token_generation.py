@@ -17,7 +17,7 @@ from quart import Response, request
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.common.errors import DetailError, json_response
-from omni_proxy.replica.api.common.kv_transfers import leg_fields, transfer_answer, with_transfers
+from omni_proxy.replica.api.common.kv_transfers import leg_fields, transfer_fields, with_transfers
 from omni_proxy.replica.api.common.lenient_decode import json_body, problem, validate
 from omni_proxy.replica.api.common.sse import Event, EventStream, stream_response
 from omni_proxy.replica.api.openai.logprobs import MAX_TOP_LOGPROBS, require_logprobs
@@ -111,7 +111,7 @@ class TokenRoutes:
             return stream_response(EventStream(source, TokenEvents(form, ids), timing))
         with timing:
             results = await complete_all(self._context.client, requests, ids)
-        return json_response(form.whole(results) | transfer_answer(results))
+        return json_response(form.whole(results) | transfer_fields(results))
 
 
 def to_request(body: TokensBody) -> GenerateRequest:

@@ -165,7 +165,7 @@ def vllm_view(view: Callable[P, Awaitable[Response]]) -> Callable[P, Awaitable[R
     """Wrap a route so that its errors have vLLM's format."""
 
     @wraps(view)
-    async def answer(*args: P.args, **kwargs: P.kwargs) -> Response:
+    async def wrapped_view(*args: P.args, **kwargs: P.kwargs) -> Response:
         try:
             return await view(*args, **kwargs)
         except (DetailError, OpenAIError, VllmError, *CLIENT_ERRORS) as error:
@@ -173,4 +173,4 @@ def vllm_view(view: Callable[P, Awaitable[Response]]) -> Callable[P, Awaitable[R
             headers = error.headers if isinstance(error, DetailError) else {}
             return json_response(response.body(), response.status, headers)
 
-    return answer
+    return wrapped_view

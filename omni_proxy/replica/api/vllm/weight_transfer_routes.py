@@ -23,7 +23,7 @@ from omni_proxy.replica.api.vllm.vllm_errors import (
     vllm_view,
 )
 
-# Added to the stage's deadline, so that the stage answers first.
+# Added to the stage's deadline, so that the stage replies first.
 GRACE_SECS = 30.0
 FINISH_SECS = 600.0
 NO_BASELINE = "action='compare' requires a 'baseline' object"

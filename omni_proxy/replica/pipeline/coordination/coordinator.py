@@ -139,7 +139,7 @@ class Coordinator:
     def end_early(self, wanted: Callable[[str], bool]) -> list[str]:
         """End the live requests whose id is `wanted`, with their partial output; return their ids.
 
-        The stage that generates a request's text answers it with `finish_reason` abort. If the
+        The stage that generates a request's text ends it with `finish_reason` abort. If the
         request is at another stage, and that stage does not pass it to one that can end requests
         early, the request is aborted.
         """
@@ -380,7 +380,7 @@ class Coordinator:
                         self._end_early(entry, RequestState.ABORTED, RequestAborted())
 
     def profiler_start(self, start: ProfilerStart) -> None:
-        """Start recording at every stage; stages do not answer (note:api-server 4)."""
+        """Start recording at every stage; stages do not reply (note:api-server 4)."""
         self.profiling_run_id = start.run_id
         if start.event_dir:
             self._recorder.start(start.run_id, start.event_dir)

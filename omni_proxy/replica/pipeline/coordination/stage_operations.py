@@ -1,8 +1,8 @@
-"""Admin operations: sent to the stages, one operation at a time, with their answers aggregated.
+"""Admin operations: sent to the stages, one operation at a time, with their results aggregated.
 
 Operations in CONCURRENT_ACTIONS do not wait for others: the stage refuses those that conflict.
-Invariant: every selected stage is in the aggregate once: with its answer, as skipped (it supports
-no operations), or as failed (it is down, or ended before it answered). An answer after the
+Invariant: every selected stage is in the aggregate once: with its result, as skipped (it supports
+no operations), or as failed (it is down, or ended before it replied). A result after the
 operation's timeout is only logged.
 """
 
@@ -64,7 +64,7 @@ NOT_DONE = "admin operation did not complete successfully"
 
 
 class StageOperations:
-    """Sends operations with `send(stage, Admin)`; if it raises, that is the stage's answer."""
+    """Sends operations with `send(stage, Admin)`; if it raises, that is the stage's result."""
 
     def __init__(self, send: Callable[[str, StageInput], None]) -> None:
         self._send = send
@@ -83,7 +83,7 @@ class StageOperations:
     async def run(
         self, order: Admin, chosen: Sequence[str], ready: Mapping[str, Mapping[str, Any]]
     ) -> Aggregate:
-        """Wait for earlier operations, send, wait for all answers; raises RequestFailed on
+        """Wait for earlier operations, send, wait for all results; raises RequestFailed on
         timeout."""
         if order.action in CONCURRENT_ACTIONS:
             return await self._run(order, chosen, ready)
@@ -100,19 +100,19 @@ class StageOperations:
                 self._send_to(operation, stage, ready.get(stage))
             timeout_s = float("inf") if order.timeout_s is None else max(0.0, order.timeout_s)
             with trio.move_on_after(timeout_s) as timing:
-                await operation.wait_answered()
+                await operation.wait_for_results()
         finally:
             del self._pending[order.op_id]
         if timing.cancelled_caught:
             late = ", ".join(sorted(operation.missing))
-            raise RequestFailed(f"{order.action}: no answer from {late} in {timeout_s:g} s", 504)
+            raise RequestFailed(f"{order.action}: no reply from {late} in {timeout_s:g} s", 504)
         return operation.aggregate()
 
     def receive(self, result: AdminResult) -> None:
         operation = self._pending.get(result.op_id)
         if operation is None:
             log.warning(
-                "operation_answer_late stage=%s action=%s message=%s",
+                "operation_result_late stage=%s action=%s message=%s",
                 result.stage,
                 result.action,
                 result.message,
@@ -137,12 +137,12 @@ class StageOperations:
         operation.missing.add(stage)
         try:
             self._send(stage, operation.order)
-        except Exception as error:  # a send error counts as the stage's answer
+        except Exception as error:  # a send error counts as the stage's result
             operation.fail(stage, str(error))
 
 
 class _Operation:
-    """The answers of one operation, in order of arrival."""
+    """The results of one operation, in order of arrival."""
 
     def __init__(self, order: Admin) -> None:
         self.order = order
@@ -172,17 +172,19 @@ class _Operation:
         order = self.order
         self.add(AdminResult(order.op_id, stage, order.action, False, reason, error=reason))
 
-    async def wait_answered(self) -> None:
+    async def wait_for_results(self) -> None:
         while self.missing:
             self._changed = trio.Event()
             await self._changed.wait()
 
     def aggregate(self) -> Aggregate:
-        answered = [result for result in self._results if not result.data.get("skipped")]
-        success = all(result.success for result in answered)
+        supported_results = [result for result in self._results if not result.data.get("skipped")]
+        success = all(result.success for result in supported_results)
         if self.order.action in WEIGHT_ACTIONS:
-            success = success and bool(answered)
-        errors = [result.error for result in answered if not result.success and result.error]
+            success = success and bool(supported_results)
+        errors = [
+            result.error for result in supported_results if not result.success and result.error
+        ]
         return {
             "op_id": self.order.op_id,
             "action": self.order.action,

@@ -108,7 +108,7 @@ async def test_a_stage_that_does_not_answer_in_time_is_named(stages, autojump_cl
 
         @nursery.start_soon
         async def ask():
-            with pytest.raises(RequestFailed, match=r"no answer from talk in 3 s") as caught:
+            with pytest.raises(RequestFailed, match=r"no reply from talk in 3 s") as caught:
                 await run_operation(stages, timeout_s=3)
             statuses.append(caught.value.status)
 
