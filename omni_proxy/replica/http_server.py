@@ -212,7 +212,7 @@ class _ServerLifecycle:
         """The first signal starts the drain, the second one cuts connections and stages."""
         async for number in signals:
             if self.stopping.is_set():
-                log.warning("second_signal action=cut_connections")
+                log.warning("shutdown_aborted signal=%s", signal.Signals(number).name)
                 self.scope.cancel()
                 if self.runtime is not None:
                     self.runtime.stop_waiting()

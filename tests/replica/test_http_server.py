@@ -1,4 +1,5 @@
 import gc
+import signal
 import socket
 import struct
 import threading
@@ -185,3 +186,16 @@ async def test_the_watchdog_starts_when_the_replica_is_ready(nursery):
         await trio.testing.wait_all_tasks_blocked()
         assert len(watchdogs()) == before + 1
         nursery.cancel_scope.cancel()
+
+
+async def test_a_second_signal_aborts_the_shutdown(caplog):
+    async def signals():
+        yield signal.SIGTERM
+        assert lifecycle.stopping.is_set()
+        assert not lifecycle.scope.cancel_called
+        yield signal.SIGINT
+
+    lifecycle = _ServerLifecycle(1.0)
+    await lifecycle.watch_signals(signals())
+    assert lifecycle.scope.cancel_called
+    assert "shutdown_aborted signal=SIGINT" in caplog.text
