@@ -58,7 +58,7 @@ REPLICA = (
     "tiktoken",
     "jinja2",
     "safetensors.torch",
-    "omni_proxy.replica.command",
+    "omni_proxy.replica.replica_command",
     "omni_proxy.replica.api.app",
     "omni_proxy.replica.stages.prepare",
     "omni_proxy.replica.stages.text",

@@ -31,7 +31,7 @@ from omni_proxy.config.schema import (
     RoutingConfig,
     TimeoutsConfig,
 )
-from omni_proxy.replica import command as replica
+from omni_proxy.replica import replica_command as replica
 from omni_proxy.replica.http_server import _app
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from omni_proxy.replica.pipeline.client import Client

@@ -27,7 +27,7 @@ COMMANDS: Final = {
     "launch-router": "omni_proxy.cli.launch:main_router",
     "logs": "omni_proxy.cli.logs.command",
     "picker": "omni_proxy.cli.picker",
-    "replica": "omni_proxy.replica.command",
+    "replica": "omni_proxy.replica.replica_command",
     "schema": "omni_proxy.cli.config_file.schema",
     "serve": "omni_proxy.cli.serve",
     "simulate": "omni_proxy.cli.simulate.command",

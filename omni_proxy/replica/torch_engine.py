@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_proxy.replica.api.route_context import ADMIN_KEY_VARIABLE
-from omni_proxy.replica.kv_events.settings import kv_event_params
+from omni_proxy.replica.kv_events.publisher_settings import kv_event_params
 from omni_proxy.replica.kv_transfer.request_fields import TransferFields
-from omni_proxy.replica.kv_transfer.settings import connector_of, transfer_params
+from omni_proxy.replica.kv_transfer.transfer_settings import connector_of, transfer_params
 from omni_proxy.replica.model_file import MODELS
 from omni_proxy.replica.pipeline.builtin import OFF, BuiltinOptions, builtin_pipeline, capabilities
 from omni_proxy.replica.pipeline.config import PipelineConfig, current_name, load_pipeline

@@ -210,9 +210,9 @@ def test_the_version_is_printed(capsys):
 
 
 def test_the_replica_command_gets_its_arguments(monkeypatch):
-    stand_in = type(sys)("omni_proxy.replica.command")
+    stand_in = type(sys)("omni_proxy.replica.replica_command")
     stand_in.main = lambda args: len(args)
-    monkeypatch.setitem(sys.modules, "omni_proxy.replica.command", stand_in)
+    monkeypatch.setitem(sys.modules, "omni_proxy.replica.replica_command", stand_in)
     assert main(["replica", "--port", "1"]) == 2
 
 

@@ -28,7 +28,9 @@ pytestmark = [
     ),
 ]
 
-PROGRAM = "import sys; from omni_proxy.replica.command import main; sys.exit(main(sys.argv[1:]))"
+PROGRAM = (
+    "import sys; from omni_proxy.replica.replica_command import main; sys.exit(main(sys.argv[1:]))"
+)
 QUESTION = {
     "model": MODEL,
     "messages": [{"role": "user", "content": "What is the capital of France?"}],

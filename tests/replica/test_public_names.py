@@ -20,7 +20,7 @@ def test_an_unknown_name_raises_attribute_error():
 
 def test_importing_the_package_and_the_command_imports_no_web_server_or_model_runtime():
     code = (
-        "import sys, omni_proxy.replica, omni_proxy.replica.command; "
+        "import sys, omni_proxy.replica, omni_proxy.replica.replica_command; "
         "print(*sorted({'torch', 'numpy', 'quart', 'trio', 'jinja2'} & sys.modules.keys()))"
     )
     process = subprocess.run(

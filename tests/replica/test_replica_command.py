@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_proxy.replica import command, http_server, llamacpp
+from omni_proxy.replica import http_server, llamacpp, replica_command
 from omni_proxy.replica.kv_transfer.request_fields import TransferFields
 from omni_proxy.replica.model_file import MODELS, ModelFileError
 
@@ -18,12 +18,12 @@ def fetched(monkeypatch):
         calls.append((model, cache))
         return cache / model.file
 
-    monkeypatch.setattr(command, "fetch", fetch)
+    monkeypatch.setattr(replica_command, "fetch", fetch)
     return calls
 
 
 def test_fetch_prints_the_path_and_exits_with_0(fetched, capsys):
-    assert command.main(["fetch", "smollm2-135m", "--cache", "/c"]) == 0
+    assert replica_command.main(["fetch", "smollm2-135m", "--cache", "/c"]) == 0
     assert capsys.readouterr().out == f"/c/{MODELS['smollm2-135m'].file}\n"
     assert fetched == [(MODELS["smollm2-135m"], Path("/c"))]
 
@@ -32,7 +32,7 @@ def test_the_llamacpp_server_gets_the_arguments(monkeypatch):
     served = []
     monkeypatch.setattr(llamacpp, "serve", served.append)
     argv = "--port 31005 --threads 2 --parallel 3 --context 512 --model-name chat --cache /c"
-    command.main([*LLAMACPP, *argv.split(), "--no-embeddings"])
+    replica_command.main([*LLAMACPP, *argv.split(), "--no-embeddings"])
     assert served == [
         llamacpp.LlamaServerConfig(
             model_path=Path("/c") / MODELS["smollm2-135m"].file,
@@ -52,14 +52,14 @@ def test_the_llamacpp_server_gets_the_arguments(monkeypatch):
 def test_an_ipv6_address_may_be_in_brackets(monkeypatch, host):
     served = []
     monkeypatch.setattr(llamacpp, "serve", served.append)
-    command.main([*LLAMACPP, "--host", host])
+    replica_command.main([*LLAMACPP, "--host", host])
     assert served[0].host == "::1"
 
 
 def test_the_model_is_served_under_its_own_name_unless_requested_otherwise(monkeypatch):
     served = []
     monkeypatch.setattr(llamacpp, "serve", served.append)
-    command.main(LLAMACPP)
+    replica_command.main(LLAMACPP)
     assert served[0].model_name == "smollm2-135m"
 
 
@@ -91,7 +91,7 @@ def test_the_model_is_served_under_its_own_name_unless_requested_otherwise(monke
 )
 def test_invalid_arguments_exit_with_2_and_are_named(argv, reason, capsys):
     with pytest.raises(SystemExit) as caught:
-        command.main(argv)
+        replica_command.main(argv)
     assert caught.value.code == 2
     assert reason in capsys.readouterr().err
 
@@ -100,8 +100,8 @@ def test_a_failed_fetch_exits_with_1(monkeypatch, capsys):
     def fetch(*_):
         raise ModelFileError("no disk")
 
-    monkeypatch.setattr(command, "fetch", fetch)
-    assert command.main(LLAMACPP) == 1
+    monkeypatch.setattr(replica_command, "fetch", fetch)
+    assert replica_command.main(LLAMACPP) == 1
     assert "error: no disk" in capsys.readouterr().err
 
 
@@ -109,13 +109,13 @@ def test_ctrl_c_during_a_fetch_exits_without_a_traceback(monkeypatch):
     def fetch(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "fetch", fetch)
-    assert command.main(["fetch", "smollm2-135m"]) == command.INTERRUPTED
+    monkeypatch.setattr(replica_command, "fetch", fetch)
+    assert replica_command.main(["fetch", "smollm2-135m"]) == replica_command.INTERRUPTED
 
 
 def test_the_error_about_a_missing_engine_says_how_to_install_it(monkeypatch, capsys):
-    monkeypatch.setitem(command.sys.modules, "xllamacpp", None)
-    assert command.main(LLAMACPP) == 1
+    monkeypatch.setitem(replica_command.sys.modules, "xllamacpp", None)
+    assert replica_command.main(LLAMACPP) == 1
     assert "pip install 'omni-proxy[replica]'" in capsys.readouterr().err
 
 
@@ -123,7 +123,7 @@ def test_a_port_in_use_exits_with_1_before_the_model_is_loaded(monkeypatch, caps
     monkeypatch.setattr(llamacpp, "_engine", object)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert command.main([*LLAMACPP, "--port", port]) == 1
+        assert replica_command.main([*LLAMACPP, "--port", port]) == 1
     assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
 
 
@@ -142,8 +142,8 @@ def launched(monkeypatch):
         raise ProcessExit(status)
 
     monkeypatch.setattr(http_server, "launch_server", launch_server)
-    monkeypatch.setattr(command, "exit_process", exit_process)
-    monkeypatch.setattr(command, "_check_installed", lambda *_: None)
+    monkeypatch.setattr(replica_command, "exit_process", exit_process)
+    monkeypatch.setattr(replica_command, "_check_installed", lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     return calls
@@ -151,7 +151,7 @@ def launched(monkeypatch):
 
 def status_of(argv):
     with pytest.raises(ProcessExit) as caught:
-        command.main(argv)
+        replica_command.main(argv)
     return caught.value.args[0]
 
 
@@ -262,7 +262,7 @@ def test_a_file_in_the_default_cache_is_checked_by_its_stage_and_not_fetched(
     launched, fetched, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache = command.cache_folder(command.os.environ)
+    cache = replica_command.cache_folder(replica_command.os.environ)
     status_of([])
     assert fetched == [(MODELS["smollm2-135m"], cache)]
     cache.mkdir(parents=True)
@@ -275,8 +275,8 @@ def test_a_file_in_the_default_cache_is_checked_by_its_stage_and_not_fetched(
 
 def test_the_environment_is_set_before_a_model_runtime_can_read_it(launched):
     status_of(["--model", "tiny", "--threads", "3"])
-    assert command.os.environ["OMP_NUM_THREADS"] == "3"
-    assert command.os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert replica_command.os.environ["OMP_NUM_THREADS"] == "3"
+    assert replica_command.os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_a_pipeline_from_a_file_is_served_under_its_name(launched, tmp_path):
@@ -301,9 +301,9 @@ def test_an_invalid_pipeline_exits_with_2_and_one_line_for_each_problem(launched
 
 
 def test_the_error_about_missing_packages_says_how_to_install_them(monkeypatch, capsys):
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(command.MissingPackageError, match=r"torch, .*omni-proxy\[replica\]"):
-        command._check_installed(command.REQUIRED_PACKAGES)
+    monkeypatch.setattr(replica_command.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(replica_command.MissingPackageError, match=r"torch, .*omni-proxy\[replica\]"):
+        replica_command._check_installed(replica_command.REQUIRED_PACKAGES)
 
 
 def test_the_ocr_stage_exists_only_if_requested(launched):
@@ -320,9 +320,9 @@ def test_ocr_without_its_packages_exits_with_1_and_says_what_to_install(monkeypa
     def exit_process(status):
         raise ProcessExit(status)
 
-    monkeypatch.setattr(command, "exit_process", exit_process)
-    monkeypatch.setattr(command, "REQUIRED_PACKAGES", ())
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(replica_command, "exit_process", exit_process)
+    monkeypatch.setattr(replica_command, "REQUIRED_PACKAGES", ())
+    monkeypatch.setattr(replica_command.importlib.util, "find_spec", lambda name: None)
     assert status_of(["--model", "tiny", "--images", "ocr"]) == 1
     assert "PIL; run pip install 'omni-proxy[ocr]'" in capsys.readouterr().err
 
@@ -331,8 +331,8 @@ def test_a_port_in_use_exits_the_torch_engine_with_1(monkeypatch, capsys):
     def exit_process(status):
         raise ProcessExit(status)
 
-    monkeypatch.setattr(command, "exit_process", exit_process)
-    monkeypatch.setattr(command, "_check_installed", lambda *_: None)
+    monkeypatch.setattr(replica_command, "exit_process", exit_process)
+    monkeypatch.setattr(replica_command, "_check_installed", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert status_of(["--model", "tiny", "--port", port]) == 1
@@ -340,7 +340,7 @@ def test_a_port_in_use_exits_the_torch_engine_with_1(monkeypatch, capsys):
 
 
 def test_the_profile_command_prints_a_report(tmp_path, capsys):
-    assert command.main(["profile", str(tmp_path)]) == 0
+    assert replica_command.main(["profile", str(tmp_path)]) == 0
     assert "# Requests: 0" in capsys.readouterr().out
 
 

@@ -68,7 +68,7 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     from omni_proxy.cli.logs import trace
     from omni_proxy.cli.simulate import arguments as simulate
     from omni_proxy.cli.top import command as top
-    from omni_proxy.replica import command as replica
+    from omni_proxy.replica import replica_command as replica
     from omni_proxy.replica.profiling import report as profile
 
     yield "serve", arguments.serve_parser()

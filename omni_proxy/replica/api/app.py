@@ -24,9 +24,9 @@ from omni_proxy.replica.api.sglang import (
 )
 from omni_proxy.replica.api.speech import speech_routes, speech_socket, voices
 from omni_proxy.replica.api.vllm import (
+    anthropic_messages,
     control_routes,
     load_header,
-    messages,
     responses,
     token_generation,
     tokenize_routes,
@@ -76,7 +76,7 @@ def build_app(context: RouteContext) -> QuartTrio:
         routes.mount(app, context)
     tokens = PromptTokens(context.tokenizer_model)
     tokenize_routes.mount(app, context, tokens, as_vllm=context.dialect != "sglang")
-    messages.mount(app, context, tokens)
+    anthropic_messages.mount(app, context, tokens)
     responses.mount(app, context)
     if context.dialect != "vllm":
         for routes in SGLANG_ROUTES:

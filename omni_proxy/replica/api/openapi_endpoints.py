@@ -21,7 +21,7 @@ from omni_proxy.replica.api.sglang.admin_operations import OperationBody, Operat
 from omni_proxy.replica.api.sglang.generate import AbortBody, RolloutBody, SglangBody
 from omni_proxy.replica.api.sglang.profile_routes import StartBody, StartEventsBody, StopBody
 from omni_proxy.replica.api.speech.speech_fields import FIELD_TYPES
-from omni_proxy.replica.api.vllm.messages import CountBody, MessagesBody
+from omni_proxy.replica.api.vllm.anthropic_messages import CountBody, MessagesBody
 from omni_proxy.replica.api.vllm.responses import ResponsesBody
 from omni_proxy.replica.api.vllm.token_generation import TokensBody
 from omni_proxy.replica.api.vllm.tokenize_routes import (

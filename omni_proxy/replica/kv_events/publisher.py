@@ -27,7 +27,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import zmq
 
-from omni_proxy.replica.kv_events.settings import (
+from omni_proxy.replica.kv_events.publisher_settings import (
     WILDCARD,
     Form,
     KvEventSettings,

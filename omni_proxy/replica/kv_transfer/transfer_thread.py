@@ -18,7 +18,11 @@ from typing import TypeVarTuple
 
 import trio
 
-from omni_proxy.replica.kv_transfer.events import (
+from omni_proxy.replica.kv_transfer.export_table import Export, ExportTable
+from omni_proxy.replica.kv_transfer.fetch import ByteBudget, Fetcher
+from omni_proxy.replica.kv_transfer.serve import TransferServer
+from omni_proxy.replica.kv_transfer.tensors import kv_bytes
+from omni_proxy.replica.kv_transfer.thread_messages import (
     Fetched,
     FetchFailed,
     FetchOrder,
@@ -26,12 +30,8 @@ from omni_proxy.replica.kv_transfer.events import (
     Post,
     ThreadEnded,
 )
-from omni_proxy.replica.kv_transfer.export_table import Export, ExportTable
-from omni_proxy.replica.kv_transfer.fetch import ByteBudget, Fetcher
-from omni_proxy.replica.kv_transfer.serve import TransferServer
-from omni_proxy.replica.kv_transfer.settings import TransferSettings
-from omni_proxy.replica.kv_transfer.tensors import kv_bytes
 from omni_proxy.replica.kv_transfer.transfer_errors import TransferFailed
+from omni_proxy.replica.kv_transfer.transfer_settings import TransferSettings
 
 log = logging.getLogger(__name__)
 

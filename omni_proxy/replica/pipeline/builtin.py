@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from omni_proxy.replica.pipeline.config import PipelineConfig, StageConfig
-from omni_proxy.replica.pipeline.messages import StagePayload
+from omni_proxy.replica.pipeline.stage_messages import StagePayload
 
 OFF = "off"
 

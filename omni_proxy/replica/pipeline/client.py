@@ -19,7 +19,6 @@ from omni_proxy.replica.pipeline.coordination.delivery import (
     Delivery,
     DeliveryEnd,
 )
-from omni_proxy.replica.pipeline.messages import ProfilerStart
 from omni_proxy.replica.pipeline.requests import (
     CompletionResult,
     GenerateChunk,
@@ -31,6 +30,7 @@ from omni_proxy.replica.pipeline.requests import (
     SamplingParams,
     to_omni_request,
 )
+from omni_proxy.replica.pipeline.stage_messages import ProfilerStart
 
 __all__ = [
     "Client",

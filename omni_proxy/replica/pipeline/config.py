@@ -19,7 +19,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from omni_proxy.replica.pipeline.messages import OmniRequest, StagePayload
+from omni_proxy.replica.pipeline.stage_messages import OmniRequest, StagePayload
 
 MERGE_TERMINALS = "omni_proxy.replica.pipeline.config:merge_terminals"
 # Media that a request may have in addition to text, by the key in its inputs. A task in `entries`

@@ -10,7 +10,7 @@ import queue
 from time import monotonic
 from typing import TYPE_CHECKING, Self
 
-from omni_proxy.replica.pipeline.messages import (
+from omni_proxy.replica.pipeline.stage_messages import (
     Emit,
     ProfilerStart,
     ProfilerStop,

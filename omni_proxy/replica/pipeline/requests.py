@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from omni_proxy.replica.pipeline.messages import OmniRequest
+from omni_proxy.replica.pipeline.stage_messages import OmniRequest
 
 QUEUE_FULL = "The request queue is full."
 

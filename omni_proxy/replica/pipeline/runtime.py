@@ -17,8 +17,13 @@ import trio
 
 from omni_proxy.replica.pipeline.config import PipelineConfig, StageConfig, compile_plan
 from omni_proxy.replica.pipeline.coordination.coordinator import Coordinator
-from omni_proxy.replica.pipeline.messages import StageEnded, StageInput, StageOutput, StageReady
 from omni_proxy.replica.pipeline.stage import StageHost, StageThread
+from omni_proxy.replica.pipeline.stage_messages import (
+    StageEnded,
+    StageInput,
+    StageOutput,
+    StageReady,
+)
 from omni_proxy.replica.pipeline.stage_process import StageProcess
 from omni_proxy.shared.backoff import Backoff
 

@@ -23,7 +23,7 @@ import trio
 
 from omni_proxy.replica.pipeline.config import StageConfig, import_dotted
 from omni_proxy.replica.pipeline.instrumentation import InstrumentedEmit, InstrumentedInbox
-from omni_proxy.replica.pipeline.messages import (
+from omni_proxy.replica.pipeline.stage_messages import (
     Abort,
     Emit,
     Result,

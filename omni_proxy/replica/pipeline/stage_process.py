@@ -25,7 +25,12 @@ import trio
 
 from omni_proxy.replica.hard_exit import exit_process
 from omni_proxy.replica.pipeline.config import FlowError, StageConfig
-from omni_proxy.replica.pipeline.messages import (
+from omni_proxy.replica.pipeline.stage import (
+    Inbox,
+    make_inbox,
+    run_stage,
+)
+from omni_proxy.replica.pipeline.stage_messages import (
     AdminResult,
     Emit,
     Result,
@@ -35,11 +40,6 @@ from omni_proxy.replica.pipeline.messages import (
     StageFailure,
     StageInput,
     StageOutput,
-)
-from omni_proxy.replica.pipeline.stage import (
-    Inbox,
-    make_inbox,
-    run_stage,
 )
 from omni_proxy.self_exec import program_argv
 from omni_proxy.shared.child_exit import exit_text, wait_or_kill

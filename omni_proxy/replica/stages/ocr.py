@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from omni_proxy.replica.pipeline.messages import StagePayload
 from omni_proxy.replica.pipeline.stage import (
     Aborted,
     CallerError,
     EmitChunk,
     FunctionScheduler,
 )
+from omni_proxy.replica.pipeline.stage_messages import StagePayload
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -29,13 +29,13 @@ from omni_proxy.replica.models.text_model import (
 )
 from omni_proxy.replica.models.tiny import CHAT_TEMPLATE, CONFIG, TinyTokenizer
 from omni_proxy.replica.models.tokenizer import Tokenizer
-from omni_proxy.replica.pipeline.messages import StagePayload
 from omni_proxy.replica.pipeline.stage import (
     Aborted,
     CallerError,
     EmitChunk,
     FunctionScheduler,
 )
+from omni_proxy.replica.pipeline.stage_messages import StagePayload
 
 EDGE = "\ufdd0"  # a noncharacter, which templates don't use
 

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from omni_proxy.replica.audio import Samples, resample
-from omni_proxy.replica.pipeline.messages import StagePayload
 from omni_proxy.replica.pipeline.stage import (
     Aborted,
     CallerError,
     EmitChunk,
     FunctionScheduler,
 )
+from omni_proxy.replica.pipeline.stage_messages import StagePayload
 
 VOICE = "heart"
 # OpenAI's clients always send one of its voices; all are mapped to this one (note:api-server 1.4).

@@ -11,8 +11,11 @@ from typing import Any, TypeVar, get_args
 
 import torch
 
-from omni_proxy.replica.kv_events.settings import KvEventSettings, parse_kv_event_settings
-from omni_proxy.replica.kv_transfer.settings import TransferSettings, parse_transfer_settings
+from omni_proxy.replica.kv_events.publisher_settings import KvEventSettings, parse_kv_event_settings
+from omni_proxy.replica.kv_transfer.transfer_settings import (
+    TransferSettings,
+    parse_transfer_settings,
+)
 from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.text_model import TextModel, load_text_model
 from omni_proxy.replica.text.batch_queue import BatchLimits

@@ -21,13 +21,13 @@ from omni_proxy.replica.audio import AudioError, Samples, decode_audio, resample
 from omni_proxy.replica.model_file import MODELS, cache_folder, fetch
 from omni_proxy.replica.models.whisper import LANGUAGE, OnText, Transcript, Whisper
 from omni_proxy.replica.models.whisper_net import RATE
-from omni_proxy.replica.pipeline.messages import StagePayload
 from omni_proxy.replica.pipeline.stage import (
     Aborted,
     CallerError,
     EmitChunk,
     FunctionScheduler,
 )
+from omni_proxy.replica.pipeline.stage_messages import StagePayload
 
 log = logging.getLogger(__name__)
 

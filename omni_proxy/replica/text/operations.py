@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, get_args
 
-from omni_proxy.replica.pipeline.messages import Admin, AdminResult
+from omni_proxy.replica.pipeline.stage_messages import Admin, AdminResult
 
 if TYPE_CHECKING:
     from omni_proxy.replica.models.kv import SequenceKV

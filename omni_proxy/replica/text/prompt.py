@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from omni_proxy.replica.kv_transfer.request_fields import TransferSpec, from_params
-from omni_proxy.replica.pipeline.messages import FailureKind, StagePayload
+from omni_proxy.replica.pipeline.stage_messages import FailureKind, StagePayload
 from omni_proxy.replica.text.sampling import Sampling, SamplingError, parse_sampling
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.text_model import ModelWorker
-from omni_proxy.replica.pipeline.messages import (
+from omni_proxy.replica.pipeline.stage import Record, ignore_event
+from omni_proxy.replica.pipeline.stage_messages import (
     Abort,
     Admin,
     AdminResult,
@@ -37,7 +38,6 @@ from omni_proxy.replica.pipeline.messages import (
     StageStats,
     Submit,
 )
-from omni_proxy.replica.pipeline.stage import Record, ignore_event
 from omni_proxy.replica.text.batch_queue import BatchLimits, BatchQueue, SchedulerMetrics
 from omni_proxy.replica.text.json_schema import (
     CompiledConstraint,

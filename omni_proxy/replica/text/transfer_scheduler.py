@@ -17,7 +17,17 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from omni_proxy.replica.kv_transfer.events import (
+from omni_proxy.replica.kv_transfer.export_table import Export
+from omni_proxy.replica.kv_transfer.request_fields import (
+    PARAMS,
+    Fetch,
+    Serve,
+    TransferSpec,
+    kept_key,
+    nixl_params,
+)
+from omni_proxy.replica.kv_transfer.tensors import identity, kv_bytes, prompt_digest, weights_digest
+from omni_proxy.replica.kv_transfer.thread_messages import (
     Fetched,
     FetchFailed,
     FetchOrder,
@@ -29,21 +39,11 @@ from omni_proxy.replica.kv_transfer.events import (
     ThreadEnded,
     TransferEvent,
 )
-from omni_proxy.replica.kv_transfer.export_table import Export
-from omni_proxy.replica.kv_transfer.request_fields import (
-    PARAMS,
-    Fetch,
-    Serve,
-    TransferSpec,
-    kept_key,
-    nixl_params,
-)
-from omni_proxy.replica.kv_transfer.tensors import identity, kv_bytes, prompt_digest, weights_digest
 from omni_proxy.replica.kv_transfer.transfer_errors import KV_ERROR
 from omni_proxy.replica.kv_transfer.transfer_thread import TransferThread
 from omni_proxy.replica.kv_transfer.wire import Identity
 from omni_proxy.replica.models.kv import PAGE_TOKENS, SequenceKV
-from omni_proxy.replica.pipeline.messages import Emit, Result, StageFailure, StageInput
+from omni_proxy.replica.pipeline.stage_messages import Emit, Result, StageFailure, StageInput
 from omni_proxy.replica.text.json_schema import CompiledConstraint
 from omni_proxy.replica.text.operations import OperationOutcome, StepDone
 from omni_proxy.replica.text.prompt import Prompt

@@ -14,7 +14,13 @@ from typing import Any, cast
 
 import msgspec
 
-from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Emit, StageInput, StageOutput
+from omni_proxy.replica.pipeline.stage_messages import (
+    Admin,
+    AdminResult,
+    Emit,
+    StageInput,
+    StageOutput,
+)
 from omni_proxy.replica.text.json_schema import CompiledConstraint
 from omni_proxy.replica.text.operations import PeerError, StepDone
 from omni_proxy.replica.text.scheduler import TextScheduler

@@ -21,7 +21,7 @@ from msgspec import Struct
 from torch import Tensor
 from torch._C._distributed_c10d import GatherOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from omni_proxy.replica.pipeline.messages import Admin, StageOutput
+from omni_proxy.replica.pipeline.stage_messages import Admin, StageOutput
 
 LOOPBACK = "127.0.0.1"
 STEP_SECS = 60.0  # for one collective operation, if a peer runs but does not answer

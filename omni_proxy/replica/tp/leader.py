@@ -27,7 +27,7 @@ from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.llama import Batch, BatchPart, Llama
 from omni_proxy.replica.models.shard import Shard
 from omni_proxy.replica.models.text_model import TextModel
-from omni_proxy.replica.pipeline.messages import (
+from omni_proxy.replica.pipeline.stage_messages import (
     Admin,
     AdminResult,
     Emit,

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import msgspec
 
-from omni_proxy.replica.pipeline.messages import Admin, AdminResult
+from omni_proxy.replica.pipeline.stage_messages import Admin, AdminResult
 from omni_proxy.replica.text.operations import DAMAGED, PeerError, StepDone
 from omni_proxy.replica.tp.group import FollowerMessage, StepOverdue, Vote, abort_step, verdict
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from omni_proxy.process_group.tensor_plan import GroupError
-from omni_proxy.replica.pipeline.messages import Admin
+from omni_proxy.replica.pipeline.stage_messages import Admin
 from omni_proxy.replica.text.operations import BackgroundStep, PeerError, Steps
 from omni_proxy.replica.weights.lifecycle import Lifecycle, StagingSteps, UpdateOptions
 from omni_proxy.replica.weights.live_tensors import StagedTensors, WeightsError

@@ -17,7 +17,7 @@ from torch import nn
 
 from omni_proxy.process_group.rendezvous import Rendezvous
 from omni_proxy.process_group.tensor_plan import GroupError
-from omni_proxy.replica.pipeline.messages import Admin
+from omni_proxy.replica.pipeline.stage_messages import Admin
 from omni_proxy.replica.text.operations import (
     BackgroundStep,
     OperationOutcome,

@@ -19,7 +19,7 @@ import torch
 
 from omni_proxy.process_group.rendezvous import GLOO, Rendezvous
 from omni_proxy.process_group.tensor_plan import FLATTENED, ITEM_BYTES, GroupError
-from omni_proxy.replica.pipeline.messages import Admin
+from omni_proxy.replica.pipeline.stage_messages import Admin
 from omni_proxy.replica.text.operations import BackgroundStep, PeerError, Steps, failure
 from omni_proxy.replica.weights.lifecycle import (
     Lifecycle,

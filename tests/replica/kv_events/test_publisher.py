@@ -24,7 +24,7 @@ from omni_proxy.replica.kv_events.publisher import (
     block_hashes,
     encode_batch,
 )
-from omni_proxy.replica.kv_events.settings import KvEventSettings, parse_kv_event_settings
+from omni_proxy.replica.kv_events.publisher_settings import KvEventSettings, parse_kv_event_settings
 from omni_proxy.replica.text.prefix_cache import PrefixCache
 from tests.example_counts import examples
 

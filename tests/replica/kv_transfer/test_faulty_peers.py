@@ -26,7 +26,7 @@ from omni_proxy.replica.kv_transfer.wire import (
     parse,
     parse_header,
 )
-from omni_proxy.replica.pipeline.messages import Result
+from omni_proxy.replica.pipeline.stage_messages import Result
 from tests.replica.text.transfer_stages import long_prompt, stage
 
 PROMPT = long_prompt(70, 40)

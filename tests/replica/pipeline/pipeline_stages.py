@@ -6,8 +6,8 @@ import threading
 import trio
 
 from omni_proxy.replica.pipeline.config import PipelineConfig, StageConfig
-from omni_proxy.replica.pipeline.messages import Admin, AdminResult, Shutdown
 from omni_proxy.replica.pipeline.stage import CallerError, FunctionScheduler
+from omni_proxy.replica.pipeline.stage_messages import Admin, AdminResult, Shutdown
 
 HERE = "tests.replica.pipeline.pipeline_stages"
 

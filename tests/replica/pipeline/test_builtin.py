@@ -3,7 +3,7 @@ import pytest
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline, capabilities
 from omni_proxy.replica.pipeline.config import compile_plan
 from omni_proxy.replica.pipeline.coordination.request_flow import RequestFlow
-from omni_proxy.replica.pipeline.messages import OmniRequest
+from omni_proxy.replica.pipeline.stage_messages import OmniRequest
 
 EVERYTHING = BuiltinOptions(speech="hibari", transcription="whisper-tiny", images="ocr")
 WITH_OCR = BuiltinOptions(images="ocr")

@@ -4,7 +4,6 @@ import trio
 from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.config import compile_plan
 from omni_proxy.replica.pipeline.coordination.coordinator import Coordinator
-from omni_proxy.replica.pipeline.messages import Abort, Result, ResultChunk, Submit
 from omni_proxy.replica.pipeline.requests import (
     GenerateRequest,
     QueueFullError,
@@ -12,6 +11,7 @@ from omni_proxy.replica.pipeline.requests import (
     RequestFailed,
 )
 from omni_proxy.replica.pipeline.runtime import open_pipeline
+from omni_proxy.replica.pipeline.stage_messages import Abort, Result, ResultChunk, Submit
 from tests.replica.pipeline.pipeline_stages import HERE, pipeline, stage
 
 HI = GenerateRequest("hi", stream=True)

@@ -11,7 +11,7 @@ from omni_proxy.replica.pipeline.config import (
     merge_terminals,
     validate_config,
 )
-from omni_proxy.replica.pipeline.messages import OmniRequest
+from omni_proxy.replica.pipeline.stage_messages import OmniRequest
 from tests.replica.pipeline.pipeline_stages import HERE, pipeline, stage
 
 VALID = """

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from omni_proxy.replica.pipeline.instrumentation import InstrumentedEmit, InstrumentedInbox
-from omni_proxy.replica.pipeline.messages import (
+from omni_proxy.replica.pipeline.stage_messages import (
     Abort,
     OmniRequest,
     ProfilerStart,

@@ -4,9 +4,9 @@ import trio.testing
 
 from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.config import PipelineConfigError
-from omni_proxy.replica.pipeline.messages import StageStats
 from omni_proxy.replica.pipeline.requests import GenerateRequest, RequestFailed
 from omni_proxy.replica.pipeline.runtime import StartError, ThreadMailbox, open_pipeline
+from omni_proxy.replica.pipeline.stage_messages import StageStats
 from tests.replica.pipeline.pipeline_stages import pipeline, stage, until
 
 pytestmark = pytest.mark.usefixtures("soon")

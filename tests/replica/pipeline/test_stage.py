@@ -3,7 +3,8 @@ import threading
 
 import pytest
 
-from omni_proxy.replica.pipeline.messages import (
+from omni_proxy.replica.pipeline.stage import CallerError, FunctionScheduler
+from omni_proxy.replica.pipeline.stage_messages import (
     Abort,
     Admin,
     OmniRequest,
@@ -16,7 +17,6 @@ from omni_proxy.replica.pipeline.messages import (
     StreamChunk,
     Submit,
 )
-from omni_proxy.replica.pipeline.stage import CallerError, FunctionScheduler
 
 
 class Running:

@@ -4,7 +4,7 @@ import queue
 import threading
 from contextlib import contextmanager
 
-from omni_proxy.replica.pipeline.messages import (
+from omni_proxy.replica.pipeline.stage_messages import (
     Abort,
     OmniRequest,
     Result,

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.replica.pipeline.messages import OmniRequest, Result, StagePayload
 from omni_proxy.replica.pipeline.stage import FunctionScheduler
+from omni_proxy.replica.pipeline.stage_messages import OmniRequest, Result, StagePayload
 from omni_proxy.replica.stages import ocr
 from omni_proxy.replica.stages.ocr import (
     FORMATS,

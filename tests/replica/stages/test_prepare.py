@@ -1,8 +1,8 @@
 import pytest
 
 from omni_proxy.replica.models.tiny import TinyTokenizer
-from omni_proxy.replica.pipeline.messages import OmniRequest, StagePayload
 from omni_proxy.replica.pipeline.stage import CallerError
+from omni_proxy.replica.pipeline.stage_messages import OmniRequest, StagePayload
 from omni_proxy.replica.stages.prepare import PromptBuilder, load_prompt_builder
 
 

@@ -7,7 +7,7 @@ from queue import SimpleQueue
 
 from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.text_model import ModelWorker, TextModel, load_text_model
-from omni_proxy.replica.pipeline.messages import (
+from omni_proxy.replica.pipeline.stage_messages import (
     Abort,
     Admin,
     AdminResult,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.replica.pipeline.messages import EndEarly, Result, ResultChunk, StageFailure
+from omni_proxy.replica.pipeline.stage_messages import EndEarly, Result, ResultChunk, StageFailure
 from tests.replica.text.scheduler_harness import Loop, SchedulerHarness, submission, undisturbed
 
 GREEDY = {"temperature": 0, "max_new_tokens": 9}
@@ -142,7 +142,7 @@ def test_a_request_without_tokens_has_no_span():
 
 
 def test_pause_when_idle_finishes_running_requests_and_holds_new_ones():
-    from omni_proxy.replica.pipeline.messages import Admin, AdminResult
+    from omni_proxy.replica.pipeline.stage_messages import Admin, AdminResult
 
     harness = SchedulerHarness()
     with Loop(harness.scheduler) as loop:

@@ -6,7 +6,7 @@ import threading
 import jsonschema_rs
 import pytest
 
-from omni_proxy.replica.pipeline.messages import Result, ResultChunk, StageFailure
+from omni_proxy.replica.pipeline.stage_messages import Result, ResultChunk, StageFailure
 from omni_proxy.replica.text.json_schema import CompiledConstraint
 from tests.replica.text.scheduler_harness import (
     Loop,

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from omni_proxy.replica.pipeline.messages import (
+from omni_proxy.replica.pipeline.stage_messages import (
     Abort,
     Admin,
     AdminResult,

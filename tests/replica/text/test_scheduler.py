@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from omni_proxy.replica.pipeline.messages import (
+from omni_proxy.replica.pipeline.stage_messages import (
     ProfilerStart,
     Result,
     ResultChunk,

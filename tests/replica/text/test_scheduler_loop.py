@@ -1,4 +1,4 @@
-from omni_proxy.replica.pipeline.messages import (
+from omni_proxy.replica.pipeline.stage_messages import (
     Abort,
     Admin,
     AdminResult,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from omni_proxy.replica.pipeline.messages import (
+from omni_proxy.replica.pipeline.stage_messages import (
     OmniRequest,
     Result,
     StageFailure,

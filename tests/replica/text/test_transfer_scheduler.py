@@ -5,7 +5,7 @@ import json
 import pytest
 
 from omni_proxy.replica.kv_transfer.request_fields import PARAMS, Serve
-from omni_proxy.replica.pipeline.messages import Result
+from omni_proxy.replica.pipeline.stage_messages import Result
 from tests.replica.text.transfer_stages import GREEDY, Pair, long_prompt, stage
 
 SCHEMA = json.dumps({"type": "object", "properties": {"name": {"type": "string"}}})

@@ -11,7 +11,7 @@ from omni_proxy.replica.kv_transfer.request_fields import (
     room_key,
     to_params,
 )
-from omni_proxy.replica.pipeline.messages import (
+from omni_proxy.replica.pipeline.stage_messages import (
     Abort,
     Admin,
     AdminResult,

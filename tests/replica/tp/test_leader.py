@@ -8,7 +8,7 @@ from omni_proxy.replica.model_file import MODELS, cache_folder
 from omni_proxy.replica.models import tiny
 from omni_proxy.replica.models.text_model import load_text_model
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
-from omni_proxy.replica.pipeline.messages import Result, ResultChunk, StageFailure
+from omni_proxy.replica.pipeline.stage_messages import Result, ResultChunk, StageFailure
 from omni_proxy.replica.stages.text import build
 from tests.replica.api.api_fixture import opened
 from tests.replica.text.scheduler_harness import Loop, long_prompt, submission, undisturbed

@@ -6,7 +6,7 @@ from safetensors.torch import save
 
 from omni_proxy.replica.models import tiny
 from omni_proxy.replica.models.shard import Shard
-from omni_proxy.replica.pipeline.messages import AdminResult
+from omni_proxy.replica.pipeline.stage_messages import AdminResult
 from omni_proxy.replica.stages.text import build
 from omni_proxy.replica.text.operations import DAMAGED, PeerError
 from omni_proxy.replica.tp.sharded_model import ShardedLlama

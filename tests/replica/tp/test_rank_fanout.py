@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.replica.pipeline.messages import Admin, AdminResult, StageStats
+from omni_proxy.replica.pipeline.stage_messages import Admin, AdminResult, StageStats
 from omni_proxy.replica.text.operations import DAMAGED, PeerError, StepDone
 from omni_proxy.replica.tp.group import ABORT_STEP, VERDICT, StepOverdue, Vote
 from omni_proxy.replica.tp.rank_fanout import COLLECT_SECS, NOT_COLLECTED, RankFanOut

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from omni_proxy.replica.pipeline.messages import AdminResult
+from omni_proxy.replica.pipeline.stage_messages import AdminResult
 from tests.process_group.trainer_process import make_tensor
 from tests.replica.weights.stage_fixture import weights_of
 

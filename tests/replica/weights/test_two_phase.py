@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from omni_proxy.process_group.receiver import ThreadReceiver
-from omni_proxy.replica.pipeline.messages import Result, ResultChunk
+from omni_proxy.replica.pipeline.stage_messages import Result, ResultChunk
 from omni_proxy.system import memory
 from tests.process_group.trainer_process import free_port
 from tests.replica.text.scheduler_harness import undisturbed

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from omni_proxy.replica.pipeline.messages import ResultChunk, StageFailure
+from omni_proxy.replica.pipeline.stage_messages import ResultChunk, StageFailure
 from tests.replica.weights.stage_fixture import checksum_of, save, weights_of
 
 EMBEDDING, LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save
 
 from omni_proxy.process_group.receiver import ThreadReceiver
-from omni_proxy.replica.pipeline.messages import ResultChunk, StageFailure
+from omni_proxy.replica.pipeline.stage_messages import ResultChunk, StageFailure
 from omni_proxy.replica.stages.text import build
 from omni_proxy.replica.weights import live_tensors
 from omni_proxy.replica.weights.trainer_groups import ReceiveSettings

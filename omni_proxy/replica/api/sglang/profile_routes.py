@@ -21,7 +21,7 @@ from omni_proxy.replica.api.common.errors import DetailError, json_response
 from omni_proxy.replica.api.common.lenient_decode import validate
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.api.sglang.admin_operations import admin_body
-from omni_proxy.replica.pipeline.messages import ProfilerStart
+from omni_proxy.replica.pipeline.stage_messages import ProfilerStart
 
 FOLDER_VARIABLE = "SGLANG_TORCH_PROFILER_DIR"
 

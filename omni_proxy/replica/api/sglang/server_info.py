@@ -32,7 +32,7 @@ from omni_proxy.replica.api.sglang.admin_operations import (
     require_key,
 )
 from omni_proxy.replica.api.sglang.metrics import load_report, load_summary
-from omni_proxy.replica.kv_events.settings import sglang_source
+from omni_proxy.replica.kv_events.publisher_settings import sglang_source
 from omni_proxy.replica.pipeline.requests import GenerateRequest, RequestFailed, SamplingParams
 from omni_proxy.shared.engine_protocol import INSTANCE_HEADER
 

@@ -31,7 +31,7 @@ from omni_proxy.replica.api.vllm.vllm_errors import (
     vllm_view,
     worker_error,
 )
-from omni_proxy.replica.kv_events.settings import vllm_sources
+from omni_proxy.replica.kv_events.publisher_settings import vllm_sources
 
 PauseChoice = Literal["abort", "wait", "keep"]
 PAUSE_MODES: Final[tuple[PauseChoice, ...]] = ("abort", "wait", "keep")

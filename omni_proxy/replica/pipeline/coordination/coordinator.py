@@ -26,7 +26,8 @@ from omni_proxy.replica.pipeline.coordination.delivery import (
 )
 from omni_proxy.replica.pipeline.coordination.request_flow import RequestFlow, Sends
 from omni_proxy.replica.pipeline.coordination.stage_operations import Aggregate, StageOperations
-from omni_proxy.replica.pipeline.messages import (
+from omni_proxy.replica.pipeline.requests import QueueFullError, RequestAborted, RequestFailed
+from omni_proxy.replica.pipeline.stage_messages import (
     Abort,
     Admin,
     AdminResult,
@@ -44,7 +45,6 @@ from omni_proxy.replica.pipeline.messages import (
     StageStats,
     Submit,
 )
-from omni_proxy.replica.pipeline.requests import QueueFullError, RequestAborted, RequestFailed
 from omni_proxy.replica.profiling.recorder import EventRecorder
 
 log = logging.getLogger(__name__)

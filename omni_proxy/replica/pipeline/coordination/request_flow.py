@@ -11,7 +11,7 @@ from typing import Any
 
 from omni_proxy.replica.pipeline.config import FlowError, Plan
 from omni_proxy.replica.pipeline.coordination.delivery import StreamedLengths
-from omni_proxy.replica.pipeline.messages import (
+from omni_proxy.replica.pipeline.stage_messages import (
     OmniRequest,
     ResultChunk,
     StageInput,

@@ -17,8 +17,8 @@ import msgspec
 import trio
 
 from omni_proxy.replica.pipeline.config import Plan, closest_name_hint
-from omni_proxy.replica.pipeline.messages import Admin, AdminResult, StageInput
 from omni_proxy.replica.pipeline.requests import RequestFailed
+from omni_proxy.replica.pipeline.stage_messages import Admin, AdminResult, StageInput
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from omni_proxy.replica.pipeline.config import compile_plan
 from omni_proxy.replica.pipeline.coordination.coordinator import Coordinator, StageUnavailable
 from omni_proxy.replica.pipeline.coordination.delivery import DeliveryEnd
-from omni_proxy.replica.pipeline.messages import (
+from omni_proxy.replica.pipeline.requests import QueueFullError, RequestAborted, RequestFailed
+from omni_proxy.replica.pipeline.stage_messages import (
     Abort,
     EndEarly,
     OmniRequest,
@@ -25,7 +26,6 @@ from omni_proxy.replica.pipeline.messages import (
     StageStats,
     Submit,
 )
-from omni_proxy.replica.pipeline.requests import QueueFullError, RequestAborted, RequestFailed
 from tests.example_counts import examples
 from tests.replica.pipeline.pipeline_stages import HERE, pipeline, stage
 

@@ -2,7 +2,7 @@ import pytest
 
 from omni_proxy.replica.pipeline.config import FlowError, compile_plan
 from omni_proxy.replica.pipeline.coordination.request_flow import RequestFlow
-from omni_proxy.replica.pipeline.messages import OmniRequest, ResultChunk, StreamChunk, Submit
+from omni_proxy.replica.pipeline.stage_messages import OmniRequest, ResultChunk, StreamChunk, Submit
 from tests.replica.pipeline.pipeline_stages import HERE, pipeline, stage
 
 

@@ -4,8 +4,8 @@ import trio.testing
 
 from omni_proxy.replica.pipeline.config import compile_plan
 from omni_proxy.replica.pipeline.coordination.stage_operations import StageOperations
-from omni_proxy.replica.pipeline.messages import Admin, AdminResult
 from omni_proxy.replica.pipeline.requests import RequestFailed
+from omni_proxy.replica.pipeline.stage_messages import Admin, AdminResult
 from tests.replica.pipeline.pipeline_stages import pipeline, stage
 
 PLAN = compile_plan(

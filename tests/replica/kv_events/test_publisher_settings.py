@@ -2,8 +2,7 @@ import argparse
 
 import pytest
 
-from omni_proxy.replica.command import serve_parser
-from omni_proxy.replica.kv_events.settings import (
+from omni_proxy.replica.kv_events.publisher_settings import (
     add_kv_event_options,
     bind_address,
     binds,
@@ -15,6 +14,7 @@ from omni_proxy.replica.kv_events.settings import (
     tcp_parts,
     vllm_sources,
 )
+from omni_proxy.replica.replica_command import serve_parser
 from omni_proxy.replica.stages.text_settings import parse_settings
 
 

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from omni_proxy.replica import llamacpp
 from omni_proxy.replica.hard_exit import exit_process
-from omni_proxy.replica.kv_events.settings import (
+from omni_proxy.replica.kv_events.publisher_settings import (
     add_kv_event_options,
     kv_event_params,
     kv_events_problem,
 )
-from omni_proxy.replica.kv_transfer.settings import add_transfer_options, transfer_problem
+from omni_proxy.replica.kv_transfer.transfer_settings import add_transfer_options, transfer_problem
 from omni_proxy.replica.model_file import MODELS, ModelFileError, cache_folder, fetch
 from omni_proxy.replica.option_types import (
     address,

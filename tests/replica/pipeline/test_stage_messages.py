@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from omni_proxy.replica.pipeline import messages as m
+from omni_proxy.replica.pipeline import stage_messages as m
 
 PAYLOAD = m.StagePayload("r", m.OmniRequest("hi", {"a": 1}, {"task": "tts"}), {"raw_inputs": b"x"})
 

@@ -1,7 +1,6 @@
 import pytest
 
-from omni_proxy.replica.command import serve_parser
-from omni_proxy.replica.kv_transfer.settings import (
+from omni_proxy.replica.kv_transfer.transfer_settings import (
     LOOPBACK,
     TransferSettings,
     is_allowed,
@@ -10,6 +9,7 @@ from omni_proxy.replica.kv_transfer.settings import (
     transfer_params,
     transfer_problem,
 )
+from omni_proxy.replica.replica_command import serve_parser
 
 
 @pytest.mark.parametrize(
