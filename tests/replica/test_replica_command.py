@@ -302,7 +302,9 @@ def test_an_invalid_pipeline_exits_with_2_and_one_line_for_each_problem(launched
 
 def test_the_error_about_missing_packages_says_how_to_install_them(monkeypatch, capsys):
     monkeypatch.setattr(replica_command.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(replica_command.MissingPackageError, match=r"torch, .*omni-proxy\[replica\]"):
+    with pytest.raises(
+        replica_command.MissingPackageError, match=r"torch, .*omni-proxy\[replica\]"
+    ):
         replica_command._check_installed(replica_command.REQUIRED_PACKAGES)
 
 

@@ -95,7 +95,7 @@ class RankGroup:
         The ranks' tensors must have the same shapes and dtypes. Several are copied, so that one
         operation sends them all. Raises RankLost.
         """
-        parts = [each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in tensors]
+        parts = [_flat_bytes(tensor) for tensor in tensors]
         starts = [0, *accumulate(-(-part.numel() // ALIGNMENT) * ALIGNMENT for part in parts)]
         spans = [
             slice(start, start + part.numel()) for start, part in zip(starts, parts, strict=False)
@@ -114,7 +114,7 @@ class RankGroup:
         if not is_root:
             return []
         return [
-            [each[span].view(tensor.dtype).view(tensor.shape) for each in received]
+            [data[span].view(tensor.dtype).view(tensor.shape) for data in received]
             for span, tensor in zip(spans, tensors, strict=True)
         ]
 
@@ -148,6 +148,10 @@ class RankGroup:
         closing = threading.Thread(target=groups.clear, name="tp-close", daemon=True)
         closing.start()
         closing.join(CLOSE_SECS)
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 STEP = "tp_step"

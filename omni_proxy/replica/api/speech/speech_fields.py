@@ -68,7 +68,9 @@ _INDEX = _FieldType("an integer of 0 or more", lambda value: _is_int(value) and 
 _OBJECT = _FieldType("an object", lambda value: isinstance(value, dict))
 _OBJECTS = _FieldType(
     "a list of objects",
-    lambda value: isinstance(value, list) and all(isinstance(one, dict) for one in value),
+    lambda value: (
+        isinstance(value, list) and all(isinstance(reference, dict) for reference in value)
+    ),
 )
 
 FIELD_TYPES: Final[Mapping[str, _FieldType]] = {
@@ -274,7 +276,8 @@ def _references_of(fields: Mapping[str, Any]) -> tuple[VoiceReference, ...]:
         raise SpeechError("set ref_audio or references, not both", "references")
     if "ref_audio" in fields:
         return (VoiceReference("ref_audio", fields["ref_audio"], fields.get("ref_text")),)
-    return tuple(_reference(index, one) for index, one in enumerate(fields.get("references", ())))
+    references = fields.get("references", ())
+    return tuple(_reference(index, reference) for index, reference in enumerate(references))
 
 
 def _reference(index: int, one: Mapping[str, Any]) -> VoiceReference:
