@@ -57,6 +57,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.plain_body import read_plain_body
 from omni_proxy.routing.inspect.requirements import Requirements, requirements_of_fields
 from omni_proxy.routing.pinning import body_for_rank
+from omni_proxy.shared.decoding import MALFORMED
 from omni_proxy.upstream_http.credentials import lines_with_own_key
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
@@ -178,7 +179,7 @@ class FastPath(EventHandler):
         set if the exchange has begun."""
         cached, io = self.cached, self._io
         template, services = cached.template, io.services
-        decode = cached.decode  # a local, as in `Stream.read`
+        decode_ascii = cached.decode_ascii  # a local, as in `Stream.read`
         head, blank, body = chunk.partition(_BLANK)
         size = len(body)
         digits, length_line = LENGTHS[size] if size < CACHED_LENGTHS else length_lines(size)
@@ -187,7 +188,9 @@ class FastPath(EventHandler):
             return False
         try:
             plain = read_plain_body(cached.route, body) if cached.reads_plain_body else None
-            need = plain or requirements_of_fields(cached.route, decode(body))
+            need = plain or requirements_of_fields(
+                cached.route, decode_ascii(body) if body.isascii() else cached.decode(body)
+            )
             balancer = services.balancer
             if balancer.aliases is not None and need.model in balancer.aliases.splits:
                 set_alias(balancer.aliases, need, cached.route, body, cached.head)
@@ -218,7 +221,7 @@ class FastPath(EventHandler):
                     return self._send_legs(exchange, lines, body)
                 body, target = self._body_for(exchange, need, body), exchange.rank or worker
                 length_line = length_lines(len(body))[1]
-        except HttpError:
+        except (HttpError, *MALFORMED):
             return False
         pool = services.pools.known.get(target) or services.pools.of(target)
         upstream = pool.reuse(self)

@@ -279,7 +279,8 @@ class FastPairPath(FastPath):
             return plain, None if own_params is None else chat_with_params(body, own_params)
         cached = self.cached
         if cached.decode in _DECODE_CHAT:
-            cached.decode = _DECODE_CHAT[cached.decode]  # for the next request
+            # For the next request.
+            cached.decode = cached.decode_ascii = _DECODE_CHAT[cached.decode]
         self._json = json = JsonText(body, is_checked=True)
         made = json.splice(nixl.prefill_edits(self._path, json, params))
         return made, None if own_params is None else json.splice(nixl.decode_edits(own_params))

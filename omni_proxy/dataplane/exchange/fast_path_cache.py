@@ -19,7 +19,7 @@ from omni_proxy.dataplane.exchange.request_trace import (
     has_state_alone,
     traceparent_index,
 )
-from omni_proxy.routing.inspect.body_fields import ABSENT, BodyFields, decode_body
+from omni_proxy.routing.inspect.body_fields import ABSENT, BodyFields, decode_body, decode_strict
 from omni_proxy.routing.inspect.plain_body import READS_BODIES
 from omni_proxy.routing.inspect.requirements import has_json_body
 from omni_proxy.routing.pinning import SPEECH_TRAFFIC, may_name_rank
@@ -47,6 +47,7 @@ class CachedRequest:
     __slots__ = (
         "caller",
         "decode",
+        "decode_ascii",
         "head",
         "reads_plain_body",
         "route",
@@ -81,6 +82,8 @@ class CachedRequest:
         )
         # Raises HttpError for a body that can't take the fast path.
         self.decode = decode_unless_ranked if source.has_ranks else decode_body
+        # For a body in ASCII, without the frame of `decode_body`. It also raises MALFORMED.
+        self.decode_ascii = self.decode if source.has_ranks else decode_strict
 
 
 class _RankedFields(BodyFields, gc=False):

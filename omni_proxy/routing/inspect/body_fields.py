@@ -92,7 +92,8 @@ _TYPED: Final = ("model", "stream", "request_id")
 RawBodyFields = msgspec.defstruct(
     "Pieces", [(name, msgspec.Raw, ABSENT) for name in _FIELDS], gc=False
 )
-_decode: Callable[[bytes], BodyFields] = msgspec.json.Decoder(BodyFields).decode
+# Strict JSON only. It does not validate the text of skipped values, which `decode_body` does.
+decode_strict: Callable[[bytes], BodyFields] = msgspec.json.Decoder(BodyFields).decode
 _decode_pieces: Callable[[bytes], Any] = msgspec.json.Decoder(RawBodyFields).decode
 _decode_adapter: Callable[[bytes], Any] = msgspec.json.Decoder(
     msgspec.defstruct("AdapterField", [("lora_path", msgspec.Raw, ABSENT)], gc=False)
@@ -107,7 +108,7 @@ _decode_list: Callable[[msgspec.Raw], list[msgspec.Raw]] = msgspec.json.Decoder(
 def decode_body(body: bytes) -> BodyFields:
     """Raises HttpError 400."""
     try:
-        payload = _decode(body)
+        payload = decode_strict(body)
     except MALFORMED:
         return _decode_non_standard(body)
     if not body.isascii():  # the decoder does not validate skipped values

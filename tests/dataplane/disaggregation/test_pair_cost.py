@@ -9,7 +9,7 @@ from tests.dataplane.bytecodes import OK_RESPONSE, count_bytecodes, small_post
 from tests.dataplane.disaggregation.pair_world import NAMES, PREFILL, response_with, world_of
 
 pytestmark = pytest.mark.skipif(native.build() == "native", reason="compiled code has no bytecodes")
-MOST = 2.1
+MOST = 2.15
 MAX_WITH_ID = 2.8
 CONNECTORS = ("sglang", "nixl", "mooncake")
 ALIAS = """

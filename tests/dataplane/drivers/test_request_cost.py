@@ -46,7 +46,7 @@ def count_with(tmp_path, monkeypatch):
     ("most", "feature"),
     [
         (1.01, {"config": ALIAS}),  # the request names a model
-        (1.01, {"workers": DISABLED_WITH_RANKS}),
+        (1.02, {"workers": DISABLED_WITH_RANKS}),
         (1.15, {"workers": RANKS}),
         (1.45, {"config": ALIAS, "model": "alias"}),
         (1.04, {"workers": KEY}),
