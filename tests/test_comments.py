@@ -72,7 +72,7 @@ def resolves(folder: Path, name: str, words: set[str]) -> bool:
     no module may be an attribute or a key: `fleet.loads`, `server.port`."""
     parts = name.split(".")
     for number, part in enumerate(parts):
-        if (folder / part).is_dir():
+        if (folder / part / "__init__.py").exists():
             folder /= part
         elif (module := folder / f"{part}.py").exists():
             return number + 1 == len(parts) or parts[number + 1] in defined(module)
@@ -94,7 +94,7 @@ def test_every_named_module_exists():
             for name in DOTTED.findall(text):
                 inner = name.removeprefix("omni_proxy.")
                 first = inner.split(".")[0]
-                bases = [folder for folder in above if (folder / first).is_dir()]
+                bases = [folder for folder in above if (folder / first / "__init__.py").exists()]
                 checked += bool(bases)
                 if bases and not any(resolves(folder, inner, words) for folder in bases):
                     missing.add((name_of(path), name))

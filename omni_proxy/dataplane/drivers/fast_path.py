@@ -179,7 +179,6 @@ class FastPath(EventHandler):
         set if the exchange has begun."""
         cached, io = self.cached, self._io
         template, services = cached.template, io.services
-        decode_ascii = cached.decode_ascii  # a local, as in `Stream.read`
         head, blank, body = chunk.partition(_BLANK)
         size = len(body)
         digits, length_line = LENGTHS[size] if size < CACHED_LENGTHS else length_lines(size)
@@ -188,9 +187,8 @@ class FastPath(EventHandler):
             return False
         try:
             plain = read_plain_body(cached.route, body) if cached.reads_plain_body else None
-            need = plain or requirements_of_fields(
-                cached.route, decode_ascii(body) if body.isascii() else cached.decode(body)
-            )
+            decode = cached.decode_ascii if body.isascii() else cached.decode
+            need = plain or requirements_of_fields(cached.route, decode(body))
             balancer = services.balancer
             if balancer.aliases is not None and need.model in balancer.aliases.splits:
                 set_alias(balancer.aliases, need, cached.route, body, cached.head)
