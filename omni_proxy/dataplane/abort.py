@@ -36,13 +36,13 @@ async def abort_requests(
     A request that begins during the search does not match. Running requests are not searched if
     `target` is everything.
     """
-    meant, loop = target.matcher(), services.loop
+    match_ids, loop = target.matcher(), services.loop
     requested_at = loop.now
-    waiting, known = 0, set[str]()
+    waiting, found_ids = 0, set[str]()
     running: defaultdict[str, list[str]] = defaultdict(list)
     connections = [task for task in loop.tasks if isinstance(task, ExchangeIO)]
-    begun = [(task, task.exchange) for task in connections if task.exchange is not None]
-    for number, (task, exchange) in enumerate(begun, start=1):
+    in_flight = [(task, task.exchange) for task in connections if task.exchange is not None]
+    for number, (task, exchange) in enumerate(in_flight, start=1):
         if number % CONNECTIONS_PER_TURN == 0:
             loop.flush()
             await trio.lowlevel.checkpoint()
@@ -54,10 +54,10 @@ async def abort_requests(
         if not waits and (target.everything or exchange.worker is None):
             continue
         ids = _ids(exchange)
-        found = meant(ids)
-        if not found:
+        matched = match_ids(ids)
+        if not matched:
             continue
-        known.update(found)
+        found_ids.update(matched)
         if waits:
             waiting += 1
             task.throw(_reply(exchange, int(unix_secs)))
@@ -69,7 +69,7 @@ async def abort_requests(
             abort_legs(services, exchange)
     loop.flush()
     by_url = {url: tuple(ids) for url, ids in running.items()}
-    return AbortFindings(waiting, tuple(known), by_url)
+    return AbortFindings(waiting, tuple(found_ids), by_url)
 
 
 def _ids(exchange: Exchange) -> list[str]:

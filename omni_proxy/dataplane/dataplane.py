@@ -163,10 +163,10 @@ class DataPlane:
         self.cluster_hints.configure(config)
         self.balancer.use_policy(self.build_policy(config.routing))
         self.balancer.pools.configure(config.routing)
-        held = reasons_to_hold_sessions(config)
+        hold_reasons = reasons_to_hold_sessions(config)
         if isinstance(self.policy, Sticky):
-            self.policy.hold_for(held, self._is_member)
-        self.balancer.pools.hold_for(held, self._is_member)
+            self.policy.hold_for(hold_reasons, self._is_member)
+        self.balancer.pools.hold_for(hold_reasons, self._is_member)
         self.queue.serve(changed=True)
 
     def follow_keys(
@@ -197,8 +197,8 @@ class DataPlane:
     def finish_session(self, key: str) -> bool:
         """Remove a sticky session. Returns whether it existed."""
         in_pools = self.balancer.pools.finish_session(key)
-        known = isinstance(self.policy, Sticky) and self.policy.finish_session(key)
-        return known or in_pools
+        existed = isinstance(self.policy, Sticky) and self.policy.finish_session(key)
+        return existed or in_pools
 
     def policies(self) -> dict[Role, Policy]:
         """The policies in use: of regular workers, and of pools that have had a request."""

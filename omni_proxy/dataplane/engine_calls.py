@@ -61,8 +61,8 @@ class AbortCall(SideTask):
         try:
             start = await run_attempt(self, exchange, head, self.services.pools.of(worker))
             await read_body(self, start, "abort")
-        except _FAILURES as failure:
-            _log.debug("abort_failed worker=%s error=%s", worker.url, failure)
+        except _FAILURES as error:
+            _log.debug("abort_failed worker=%s error=%s", worker.url, error)
 
 
 def abort_at(services: ExchangeServices, worker: Worker, rid: str) -> None:
@@ -108,8 +108,8 @@ class EngineIdQuery(SideTask):
                 self.engine_ids = read_engine_ids(answer)
             if not self.engine_ids:
                 self.error = f"status {start.response.status}, without an engine id"
-        except _FAILURES as failure:
-            self.error = str(failure)
+        except _FAILURES as error:
+            self.error = str(error)
 
     def ended(self) -> None:
         self._pool.close()

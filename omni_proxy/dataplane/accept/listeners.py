@@ -91,12 +91,12 @@ def _is_bound_to(sock: socket.socket, address: ListenAddress) -> bool:
     if address.is_file:
         return False
     try:
-        found = socket.getaddrinfo(
+        resolved = socket.getaddrinfo(
             address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except OSError:
         return False
-    return sock.getsockname()[:2] in [row[4][:2] for row in found]
+    return sock.getsockname()[:2] in [row[4][:2] for row in resolved]
 
 
 class Listeners:
@@ -118,16 +118,16 @@ class Listeners:
         Raises ConfigError, and OSError with the address as its `filename`.
         """
         apply_certificates = self.certificates.prepare(new.server)
-        wanted = listen_addresses(new) if opens else [address for address, _ in self._open]
+        addresses = listen_addresses(new) if opens else [address for address, _ in self._open]
         mode = int(new.server.unix_mode, 8)
         current = dict(self._open)
-        opened = self._open_all([address for address in wanted if address not in current], mode)
+        opened = self._open_all([address for address in addresses if address not in current], mode)
 
         def commit() -> None:
             apply_certificates()
             if opens:
                 self._replace(
-                    [(address, opened.get(address) or current[address]) for address in wanted]
+                    [(address, opened.get(address) or current[address]) for address in addresses]
                 )
                 for _, listener in self._open:
                     listener.set_file_mode(mode)
@@ -137,7 +137,7 @@ class Listeners:
                     self._log_listening(address, listener)
 
         public = [
-            opened.get(address) or current[address] for address in wanted if not address.admin
+            opened.get(address) or current[address] for address in addresses if not address.admin
         ]
         return PreparedListeners(
             public[0] if public else None, commit, lambda: self._close_all(opened)
@@ -150,12 +150,12 @@ class Listeners:
         opened: dict[ListenAddress, Listener] = {}
         for address in addresses:
             try:
-                given = self.inherited.pop(str(address), None)
-                sock = given or open_socket(
+                inherited = self.inherited.pop(str(address), None)
+                sock = inherited or open_socket(
                     address.host, address.port, listening=not self.held, mode=mode
                 )
                 listener = opened[address] = Listener(
-                    self._services.loop, sock, self._accept, keeps_file=given is not None
+                    self._services.loop, sock, self._accept, keeps_file=inherited is not None
                 )
                 if self.held and listener.is_listening:
                     listener.pause()
@@ -170,13 +170,13 @@ class Listeners:
             listener.close()
         self._services.loop.flush()
 
-    def _replace(self, wanted: list[tuple[ListenAddress, Listener]]) -> None:
-        """Close listeners that are not in `wanted`; their connections continue."""
-        stay = {address for address, _ in wanted}
+    def _replace(self, listeners: list[tuple[ListenAddress, Listener]]) -> None:
+        """Close listeners that are not in `listeners`; their connections continue."""
+        stay = {address for address, _ in listeners}
         for address, listener in self._open:
             if address not in stay:
                 listener.close()
-        self._open = wanted
+        self._open = listeners
         self._services.loop.flush()
 
     def listen_on(self, socks: Sequence[socket.socket], *, admin: bool) -> None:

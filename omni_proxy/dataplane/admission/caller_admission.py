@@ -117,11 +117,11 @@ def begin_complete_call(
     else:
         # inlined: estimate_prompt
         tokens = (len(body) + BYTES_PER_TOKEN - 1) // BYTES_PER_TOKEN + max_tokens_in(body)
-        left = caller.tokens_left - tokens
-        if left >= 0 and caller.begun < caller.begun_at_next_check and now < caller.until:
+        remaining = caller.tokens_left - tokens
+        if remaining >= 0 and caller.begun < caller.begun_at_next_check and now < caller.until:
             # inlined: ApiCaller.begin, ApiCaller.reserve
             caller.begun += 1
-            caller.tokens_left, exchange.reserved = left, tokens
+            caller.tokens_left, exchange.reserved = remaining, tokens
             exchange.token_bucket = caller.token_window.bucket
             return True
     if caller.begin(now) is not None:
@@ -201,9 +201,9 @@ def _refused_model(
 
 def _model_refusal(caller: ApiCaller, model: str | None) -> HttpError:
     allowed = ", ".join(caller.entry.models)
-    asked = f"the model {model!r}" if model else "a request that names no model"
+    requested = f"the model {model!r}" if model else "a request that names no model"
     return HttpError(
-        403, f"this API key does not allow {asked}, only {allowed}", "model_not_allowed",
+        403, f"this API key does not allow {requested}, only {allowed}", "model_not_allowed",
         type="permission_error",
     )  # fmt: skip
 

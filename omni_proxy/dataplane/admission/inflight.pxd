@@ -11,4 +11,4 @@ cdef class InFlight:
     cdef public Py_ssize_t elsewhere, peak_in_flight, rejected, held_bytes
 
     @cython.locals(limits=AdmissionLimits, held_bytes=Py_ssize_t, bound=Py_ssize_t, before=Py_ssize_t)
-    cpdef bint admit(self, Exchange exchange, Py_ssize_t held=*) except -1
+    cpdef bint admit(self, Exchange exchange, Py_ssize_t request_bytes=*) except -1

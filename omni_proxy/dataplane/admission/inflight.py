@@ -30,11 +30,11 @@ class InFlight:
         bound = self._settings.limits.in_flight
         return not bound or self.in_flight + self.elsewhere < bound
 
-    def admit(self, exchange: Exchange, held: int = 0) -> bool:
-        """Count the exchange, and `held` bytes of its request. False, counting neither, if one of
-        the bounds is reached."""
-        limits, held_bytes = self._settings.limits, self.held_bytes + held
-        if held and held_bytes > limits.held:
+    def admit(self, exchange: Exchange, request_bytes: int = 0) -> bool:
+        """Count the exchange, and `request_bytes` of its request. False, counting neither, if one
+        of the bounds is reached."""
+        limits, held_bytes = self._settings.limits, self.held_bytes + request_bytes
+        if request_bytes and held_bytes > limits.held:
             return False
         before = self.in_flight
         if not limits.in_flight:
@@ -42,7 +42,7 @@ class InFlight:
         elif not self._take_slot():
             return False
         exchange.admitted = True
-        exchange.held_bytes += held
+        exchange.held_bytes += request_bytes
         self.held_bytes = held_bytes
         if before >= self.peak_in_flight:
             self.peak_in_flight = before + 1

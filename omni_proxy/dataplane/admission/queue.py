@@ -177,13 +177,13 @@ class Queue:
             return  # admitting has changed the fleet: the running round continues
         self._serving = True
         try:
-            self._round()
+            self._admit_waiters()
             while self._changed:
-                self._round()
+                self._admit_waiters()
         finally:
             self._serving = False
 
-    def _round(self) -> None:
+    def _admit_waiters(self) -> None:
         if self._changed:
             self._changed = False
             self._requeue_all()
@@ -194,7 +194,7 @@ class Queue:
                 continue
             if line.first != order:  # its first waiter has left the queue
                 self._push(line)
-            elif self._admit(line.waiters[order]) or self._hold(line.waiters[order]):
+            elif self._admit(line.waiters[order]) or self._hold_for_session(line.waiters[order]):
                 if line.waiters:
                     self._push(line)
             elif self._has_eligible_worker(line.waiters[order]):
@@ -246,7 +246,7 @@ class Queue:
         waiter.io.loop.wake(waiter.io)
         return True
 
-    def _hold(self, waiter: _Waiter) -> bool:
+    def _hold_for_session(self, waiter: _Waiter) -> bool:
         """Move the waiter to the line of its session's worker if that worker has been cordoned for
         its weights since. Returns whether it moved."""
         key, line = self._key(waiter.need), waiter.line
@@ -340,7 +340,7 @@ class Queue:
         """Remove stale entries from `_full` if there are many, also those of empty lines."""
         if len(self._full) > 2 * len(self._lines) + MAX_STALE_ENTRIES:
             self._full = [
-                each for each in self._full if each[2].waiters and each[1] == each[2].entry
+                entry for entry in self._full if entry[2].waiters and entry[1] == entry[2].entry
             ]
             heapify(self._full)
 
@@ -354,15 +354,17 @@ class Queue:
             self._blocked.discard(line)
 
 
-def _line_key(need: Requirements | None, held: Worker | None, *, names_models: bool) -> Hashable:
+def _line_key(
+    need: Requirements | None, held_worker: Worker | None, *, names_models: bool
+) -> Hashable:
     """A key that is equal for requests that the same workers can take. The model counts only if
-    some worker has one. `held`: the cordoned worker that the request's session waits for."""
+    some worker has one. `held_worker`: the cordoned worker that the request's session waits for."""
     if need is None:
         return None
     model = need.asked_model if names_models else None
     place = need.pinning if need.pinning is not UNPINNED else ""
     where = (place, need.named_worker, need.dp_rank)
-    return model, need.mask, where, need.version_constraint, held, need.legs
+    return model, need.mask, where, need.version_constraint, held_worker, need.legs
 
 
 def _timeout_status(error: HttpError, server: ServerConfig) -> int:

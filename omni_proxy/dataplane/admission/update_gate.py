@@ -36,8 +36,10 @@ class UpdateGate:
 
     def on_fleet_change(self) -> None:
         now, before = self._loop.now, self._since
-        held = [worker for worker in self._fleet.workers if worker.cordon_reasons & WEIGHT_CORDONS]
-        self._since = {worker: before.get(worker, now) for worker in held}
+        cordoned = [
+            worker for worker in self._fleet.workers if worker.cordon_reasons & WEIGHT_CORDONS
+        ]
+        self._since = {worker: before.get(worker, now) for worker in cordoned}
 
     def on_worker_change(self, worker: Worker) -> None:
         """As `on_fleet_change`, if only this worker has changed."""
@@ -48,11 +50,13 @@ class UpdateGate:
 
     def check(self, need: Requirements, error: HttpError) -> None:
         """Raise `error` if the request may not wait; its message gets the time since the cordon."""
-        held = self._balancer.held_for_update(need)
-        since = [self._since[worker] for worker in held if worker in self._since]
+        held_workers = self._balancer.held_for_update(need)
+        since = [self._since[worker] for worker in held_workers if worker in self._since]
         if since:
             error.message += f", for {self._loop.now - min(since):.0f} s so far"
-        if held and all(_sheds(self._settings.config, worker.cordon_reasons) for worker in held):
+        if held_workers and all(
+            _sheds(self._settings.config, worker.cordon_reasons) for worker in held_workers
+        ):
             raise error
 
 

@@ -66,8 +66,8 @@ class AttemptFailed(UpstreamError):
 class _ConnectionBroken(Exception):
     """The connection to the worker ended before the head of a response was complete."""
 
-    def __init__(self, why: str, *, silent: bool) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, *, silent: bool) -> None:
+        super().__init__(reason)
         self.silent = silent  # no byte of the response was received
 
 
@@ -140,26 +140,26 @@ async def run_attempt(
                 return await _send(io, exchange, head, pool, stream)
             resumed, sent = sent, None
             return await _resume(io, head, resumed)
-        except _ConnectionBroken as broke:
+        except _ConnectionBroken as error:
             io.close_upstream()
-            is_stale = reused and broke.silent and may_redial
+            is_stale = reused and error.silent and may_redial
             if is_stale and io.connections == "redialled":
                 may_redial = False
                 continue
             kind = STALE_CONNECTION if is_stale else "reset_before_response"
-            raise AttemptFailed(kind, f"RemoteProtocolError: {broke}") from None
-        except UpstreamProtocolError as garbage:
+            raise AttemptFailed(kind, f"RemoteProtocolError: {error}") from None
+        except UpstreamProtocolError as error:
             io.close_upstream()
-            raise AttemptFailed("bad_response", f"RemoteProtocolError: {garbage}") from None
+            raise AttemptFailed("bad_response", f"RemoteProtocolError: {error}") from None
         except HttpError:  # raised by the rest of the request body
             io.close_upstream()
             raise
-        except PhaseTimeout as expired:
+        except PhaseTimeout as error:
             io.close_upstream()
             if io.phase == "body":  # the client was too slow
                 raise
-            error = f"ReadTimeout: no response head in time (phase {expired})"
-            raise AttemptFailed("response_timeout", error, 504) from None
+            message = f"ReadTimeout: no response head in time (phase {error})"
+            raise AttemptFailed("response_timeout", message, 504) from None
 
 
 def _resume(
@@ -279,13 +279,13 @@ async def _response_start(
         if not chunk:
             raise _ConnectionBroken("the worker closed without a response", silent=not buffer)
         received, chunk = buffer + chunk, None
-        found = _parse_start(io, head, sent, received)
-        if isinstance(found, ResponseStart):
-            found.all_sent = body_stream is None and not stream.pending
-            return found
-        interim += received.count(_BLANK, 0, len(received) - len(found))
+        parsed = _parse_start(io, head, sent, received)
+        if isinstance(parsed, ResponseStart):
+            parsed.all_sent = body_stream is None and not stream.pending
+            return parsed
+        interim += received.count(_BLANK, 0, len(received) - len(parsed))
         check_interim(interim)
-        buffer = found
+        buffer = parsed
 
 
 async def _stream_body(io: AttemptIO, body_stream: StreamedBody, stream: Stream) -> bool:

@@ -100,8 +100,8 @@ class RetryState:
             error.message += "; not retried: its body was streamed because it is large"
             raise error
         if self._is_too_large():
-            most = self._io.settings.config.routing.retry_body_bytes
-            error.message += f"; not retried: its body is larger than {most} bytes"
+            max_bytes = self._io.settings.config.routing.retry_body_bytes
+            error.message += f"; not retried: its body is larger than {max_bytes} bytes"
             raise error
         self._release(worker)
         await self._pauses.pause(self._tried)
@@ -194,8 +194,8 @@ async def queue_for_retry(
     """
     try:
         return await io.services.queue.wait_for_worker(io, exchange, no_worker, tried)
-    except HttpError as refusal:
-        raise refusal if refusal.code == ABORTED else failure from None
+    except HttpError as error:
+        raise error if error.code == ABORTED else failure from None
 
 
 def allowed_attempts(max_total_retries: int) -> int:
@@ -203,9 +203,9 @@ def allowed_attempts(max_total_retries: int) -> int:
     return max(1, max_total_retries)
 
 
-def may_retry(failure: str, made: int, allowed: int, retry_on: Collection[str]) -> bool:
-    """`failure`: a name as in `retry_on`. `made`: how many attempts of `allowed` were made."""
-    return made < allowed and failure in retry_on
+def may_retry(failure: str, attempts: int, allowed: int, retry_on: Collection[str]) -> bool:
+    """`failure`: a name as in `retry_on`. `attempts`: how many attempts of `allowed` were made."""
+    return attempts < allowed and failure in retry_on
 
 
 def counts_as_failed(status: int, retry_on: Collection[str]) -> bool:
@@ -219,12 +219,12 @@ def counts_as_failed(status: int, retry_on: Collection[str]) -> bool:
     return status in (502, 504) or str(status) in retry_on
 
 
-def pause_secs(made: int, chance: float) -> float:
-    """The pause before another attempt, in seconds. `made`: earlier pauses. `chance`: random, in
-    [0, 1).
+def pause_secs(pauses: int, chance: float) -> float:
+    """The pause before another attempt, in seconds. `pauses`: how many preceded it. `chance`:
+    random, in [0, 1).
 
     It doubles from 50 ms to 1 s. Up to half of it is random, so that requests that failed together
     are not retried together.
     """
-    whole = exponential_delay(made, FIRST_PAUSE_SECS, MAX_PAUSE_SECS)
+    whole = exponential_delay(pauses, FIRST_PAUSE_SECS, MAX_PAUSE_SECS)
     return max(FIRST_PAUSE_SECS, whole * (0.5 + 0.5 * chance))

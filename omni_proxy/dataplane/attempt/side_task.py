@@ -97,21 +97,21 @@ class HeldResponse(ResponseStart):
         """Does nothing: the connection was already released."""
 
 
-async def read_body(io: AttemptIO, start: ResponseStart, phase: str, most: int = 0) -> bytes:
+async def read_body(io: AttemptIO, start: ResponseStart, phase: str, max_bytes: int = 0) -> bytes:
     """Read a response to its end, and release its connection. Returns its payload.
 
-    `most`: maximum size of the payload; 0 to drop it. Raises UpstreamProtocolError (broken, or
-    longer than `most`), OSError, PhaseTimeout.
+    `max_bytes`: maximum size of the payload; 0 to drop it. Raises UpstreamProtocolError (broken, or
+    longer than `max_bytes`), OSError, PhaseTimeout.
     """
     response, stream = start.response, start.stream
-    unwrap = Unchunker().feed if response.framing is CHUNKED and most else bytes
+    unwrap = Unchunker().feed if response.framing is CHUNKED and max_bytes else bytes
     parts, size, chunk = [], 0, start.chunk
     while True:
-        if most and chunk:
+        if max_bytes and chunk:
             parts.append(unwrap(chunk))
             size += len(parts[-1])
-            if size > most:
-                raise UpstreamProtocolError(f"a body of more than {most} bytes")
+            if size > max_bytes:
+                raise UpstreamProtocolError(f"a body of more than {max_bytes} bytes")
         if response.is_complete:
             break
         io.set_timeout(phase, io.settings.limits.idle)

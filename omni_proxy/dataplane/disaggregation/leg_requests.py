@@ -120,8 +120,8 @@ def for_prefill_rank(
     """`edits` with the prefill rank; the rank that a client names is that of the decode worker."""
     if need is None or not need.names_rank_in_body:
         return for_rank(need, path, edits, rank)
-    own = b"%d" % rank.index if rank is not None else None
-    return {**edits, BODY_KEY: own, OLD_BODY_KEY: None}
+    rank_value = b"%d" % rank.index if rank is not None else None
+    return {**edits, BODY_KEY: rank_value, OLD_BODY_KEY: None}
 
 
 def with_prefill_rank(edits: Edits, rank: DpRank | None) -> Edits:
@@ -177,8 +177,8 @@ class EngineLines:
             return without_encoding(lines)
         if not self._changes:
             return lines
-        for at, changed in self._changes:
-            parts[at] = changed
+        for index, changed in self._changes:
+            parts[index] = changed
         return b"".join(parts)
 
 

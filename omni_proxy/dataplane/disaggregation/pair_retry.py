@@ -42,14 +42,14 @@ class PairRetry:
         self._pauses = RetryPauses(io, exchange)
         self._transfers = 0  # failed KV transfers
 
-    async def after(self, failed: PairFailed) -> HeldResponse | None:
+    async def after(self, failure: PairFailed) -> HeldResponse | None:
         """The response for the client; None if the request continues with the workers that the
         exchange has acquired. Raises HttpError, ClientDisconnected, PhaseTimeout."""
-        is_stale = failed.kind == STALE_CONNECTION
+        is_stale = failure.kind == STALE_CONNECTION
         if not is_stale:
-            self._note(failed)
-            if not self._may_retry(failed):
-                return None if self._falls_back(failed) else self._give_up(failed)
+            self._record_failure(failure)
+            if not self._may_retry(failure):
+                return None if self._falls_back(failure) else self._give_up(failure)
         worker = self._exchange.worker
         assert worker is not None
         balancer = self._io.services.balancer
@@ -63,35 +63,35 @@ class PairRetry:
             await self._pauses.pause(self._tried)
         try:
             balancer.acquire(self._exchange, self._tried)
-        except HttpError as no_pair:
-            if failed.response is not None:
-                return failed.response
+        except HttpError as error:
+            if failure.response is not None:
+                return failure.response
             await queue_for_retry(
-                self._io, self._exchange, self._tried, no_pair, failed.as_http_error()
+                self._io, self._exchange, self._tried, error, failure.as_http_error()
             )
-        self._keep_counts("" if is_stale else failed.kind)
+        self._keep_counts("" if is_stale else failure.kind)
         return None
 
-    def _note(self, failed: PairFailed) -> None:
+    def _record_failure(self, failure: PairFailed) -> None:
         """Record the failure, and report it to outlier ejection if the decode worker caused it."""
         exchange, services = self._exchange, self._io.services
-        exchange.add_failed_attempt(failed.worker, failed.kind, self._io.loop.now)
-        if failed.is_transfer:
-            if failed.kind != "weights_changed":
+        exchange.add_failed_attempt(failure.worker, failure.kind, self._io.loop.now)
+        if failure.is_transfer:
+            if failure.kind != "weights_changed":
                 self._transfers += 1
-                self._tried.update(self._pair())
+                self._tried.update(self._both_workers())
                 self._keep_counts()
             return
-        self._tried.add(failed.worker)
-        if failed.leg == "prefill" or failed.error is not None:
+        self._tried.add(failure.worker)
+        if failure.leg == "prefill" or failure.error is not None:
             return
-        if failed.response is not None:
-            self.statuses.report(services, exchange, failed.worker, failed.status)
-        elif failed.worker not in self._reported:
-            self._reported.add(failed.worker)
-            report_failure(services.fleet, exchange, failed.worker, str(failed))
+        if failure.response is not None:
+            self.statuses.report(services, exchange, failure.worker, failure.status)
+        elif failure.worker not in self._reported:
+            self._reported.add(failure.worker)
+            report_failure(services.fleet, exchange, failure.worker, str(failure))
 
-    def _pair(self) -> list[Worker]:
+    def _both_workers(self) -> list[Worker]:
         legs = self._exchange.legs
         prefill = legs.prefill if legs is not None else None
         both = (self._exchange.worker, prefill.last_worker if prefill is not None else None)
@@ -105,38 +105,38 @@ class PairRetry:
             if kind and legs.fallback == "fallback":
                 legs.fallback = kind
 
-    def _falls_back(self, failed: PairFailed) -> bool:
+    def _falls_back(self, failure: PairFailed) -> bool:
         """Let the decode worker compute the prompt, if that is allowed after this failure. Returns
         whether it does."""
         exchange = self._exchange
         legs, allowed = exchange.legs, self._io.settings.config.routing.disaggregation.fallback
         if legs is None or legs.connector == "sglang" or allowed != "decode":
             return False
-        if failed.leg != "prefill" or failed.error is not None:
+        if failure.leg != "prefill" or failure.error is not None:
             return False
-        if failed.response is not None and failed.status < 500:
+        if failure.response is not None and failure.status < 500:
             return False
         self._io.services.balancer.release_prefill(legs)
-        exchange.legs = TwoLegs(legs.connector, None, fallback=failed.kind)
+        exchange.legs = TwoLegs(legs.connector, None, fallback=failure.kind)
         self._keep_counts()
         return True
 
-    def _may_retry(self, failed: PairFailed) -> bool:
+    def _may_retry(self, failure: PairFailed) -> bool:
         routing = self._io.settings.config.routing
-        if failed.error is not None or self._body_bytes > routing.retry_body_bytes:
+        if failure.error is not None or self._body_bytes > routing.retry_body_bytes:
             return False
         allowed = allowed_attempts(routing.max_total_retries)
-        if failed.kind == "weights_changed":
+        if failure.kind == "weights_changed":
             return self._exchange.attempts < allowed
-        kinds = [failed.kind]
+        kinds = [failure.kind]
         # The engines ended the request, which is equivalent to a broken connection.
-        if failed.is_transfer and failed.kind != "response_timeout":
+        if failure.is_transfer and failure.kind != "response_timeout":
             kinds.append("reset_before_response")
         return any(
             may_retry(kind, self._exchange.attempts, allowed, routing.retry_on) for kind in kinds
         )
 
-    def _give_up(self, failed: PairFailed) -> HeldResponse:
-        if failed.response is not None:
-            return failed.response
-        raise failed.as_http_error()
+    def _give_up(self, failure: PairFailed) -> HeldResponse:
+        if failure.response is not None:
+            return failure.response
+        raise failure.as_http_error()

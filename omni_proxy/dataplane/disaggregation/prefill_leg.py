@@ -249,17 +249,17 @@ class PrefillLeg(SideTask):
     async def run(self) -> None:
         try:
             await self._exchange()
-        except AttemptFailed as failed:
-            failure = self._fail(failed.kind, failed.error, failed.status)
-            failure.is_transfer = failed.kind == STALE_CONNECTION  # the worker didn't fail
-            if failed.kind == "response_timeout":
+        except AttemptFailed as error:
+            failure = self._fail(error.kind, error.error, error.status)
+            failure.is_transfer = error.kind == STALE_CONNECTION  # the worker didn't fail
+            if error.kind == "response_timeout":
                 self._settle_timeout()
-        except HttpError as refused:  # caused by the proxy
-            self._fail(str(refused.code), refused.message).error = refused
-        except (UpstreamProtocolError, OSError) as broken:
-            self._fail("reset_before_response", f"RemoteProtocolError: {broken}")
-        except PhaseTimeout as expired:
-            self._fail("response_timeout", f"ReadTimeout: no data in time (phase {expired})", 504)
+        except HttpError as error:  # caused by the proxy
+            self._fail(str(error.code), error.message).error = error
+        except (UpstreamProtocolError, OSError) as error:
+            self._fail("reset_before_response", f"RemoteProtocolError: {error}")
+        except PhaseTimeout as error:
+            self._fail("response_timeout", f"ReadTimeout: no data in time (phase {error})", 504)
 
     async def _exchange(self) -> None:
         exchange = self.exchange
@@ -275,11 +275,13 @@ class PrefillLeg(SideTask):
         exchange.status = status = start.response.status
         exchange.response_head_at = self.loop.now
         self.is_stream = start.response.sse
-        most = MAX_ERROR_BYTES if status >= 400 else MAX_KEPT_BYTES if self._needs_payload else 0
-        payload = await read_body(self, start, "prefill", most)
+        max_bytes = (
+            MAX_ERROR_BYTES if status >= 400 else MAX_KEPT_BYTES if self._needs_payload else 0
+        )
+        payload = await read_body(self, start, "prefill", max_bytes)
         if status >= 400:
-            held = hold_response(start, payload)
-            self.failure = failure_of_response("prefill", self.worker, held, status)
+            error_response = hold_response(start, payload)
+            self.failure = failure_of_response("prefill", self.worker, error_response, status)
         else:
             self.payload = payload
 

@@ -146,13 +146,13 @@ class TwoLegDriver:
                 return None
             try:
                 start = await self._attempt(legs)
-            except PairFailed as failed:
+            except PairFailed as error:
                 self._stop()
-                if failed.kind == STALE_CONNECTION:
+                if error.kind == STALE_CONNECTION:
                     self._connections = "new"
-                answer = await self._retry.after(failed)
+                answer = await self._retry.after(error)
                 if answer is not None:
-                    self.is_answered_by_prefill = failed.leg == "prefill"
+                    self.is_answered_by_prefill = error.leg == "prefill"
                     return answer
             else:
                 return start
@@ -166,16 +166,16 @@ class TwoLegDriver:
             if sent is not None:
                 return await self._continue(legs, sent)
             return await self._by_protocol(legs, await self._requests.read(self._io))
-        except AttemptFailed as failed:
+        except AttemptFailed as error:
             if self._leg is not None and self._leg.failure is not None:
                 raise self._leg.failure from None
-            failure = PairFailed("decode", worker, failed.kind, failed.error, failed.status)
-            failure.is_transfer = self._is_transfer_timeout(failed.kind)
+            failure = PairFailed("decode", worker, error.kind, error.error, error.status)
+            failure.is_transfer = self._is_transfer_timeout(error.kind)
             raise failure from None
-        except UpstreamProtocolError as broken:
-            error = f"RemoteProtocolError: {broken}"
-            kind = "reset_before_response" if isinstance(broken, AnswerCut) else "bad_response"
-            raise PairFailed("decode", worker, kind, error) from None
+        except UpstreamProtocolError as error:
+            message = f"RemoteProtocolError: {error}"
+            kind = "reset_before_response" if isinstance(error, AnswerCut) else "bad_response"
+            raise PairFailed("decode", worker, kind, message) from None
 
     async def _continue(self, legs: TwoLegs, sent: SentPair) -> ResponseStart:
         leg = self._leg = sent.leg
@@ -188,11 +188,11 @@ class TwoLegDriver:
                 raise leg.failure
             await self._requests.read(self._io)
             return await self._after_prefill(legs, leg)
-        made = sent.with_rid
-        head = self._requests.decode_head(legs.connector, is_read=made is not None)
-        begun = leg if legs.connector != "nixl" else None
-        start = await self._answer(head, begun, sent.decode)
-        return start if made is None else await self._rewritten(start, made, leg)
+        with_rid = sent.with_rid
+        head = self._requests.decode_head(legs.connector, is_read=with_rid is not None)
+        running_leg = leg if legs.connector != "nixl" else None
+        start = await self._answer(head, running_leg, sent.decode)
+        return start if with_rid is None else await self._rewritten(start, with_rid, leg)
 
     async def _by_protocol(self, legs: TwoLegs, body: JsonText) -> ResponseStart:
         prefill = legs.prefill.worker if legs.prefill is not None else None
@@ -206,15 +206,15 @@ class TwoLegDriver:
 
     async def _by_sglang(self, legs: TwoLegs, body: JsonText, prefill: Worker) -> ResponseStart:
         random_below, path = self._io.services.random_below, self._requests.path
-        made = sglang_legs(path, body, prefill.url, prefill.bootstrap_port, random_below)
-        legs.rid = made.rid
+        leg_edits = sglang_legs(path, body, prefill.url, prefill.bootstrap_port, random_below)
+        legs.rid = leg_edits.rid
         rank = legs.prefill.rank if legs.prefill is not None else None
-        edits = with_prefill_rank(made.decode, rank)
+        edits = with_prefill_rank(leg_edits.decode, rank)
         self._requests.decode_body(edits)  # refuses a repeated key before any leg is sent
-        leg = self._start_leg(legs, made.prefill, needs_payload=made.merges_logprobs)
-        rewrites = bool(made.client_rid) or made.merges_logprobs
+        leg = self._start_leg(legs, leg_edits.prefill, needs_payload=leg_edits.merges_logprobs)
+        rewrites = bool(leg_edits.client_rid) or leg_edits.merges_logprobs
         start = await self._decode(edits, leg, is_read=rewrites)
-        return await self._rewritten(start, made, leg) if rewrites else start
+        return await self._rewritten(start, leg_edits, leg) if rewrites else start
 
     async def _by_nixl(self, legs: TwoLegs, body: JsonText) -> ResponseStart:
         edits = nixl.prefill_edits(self._requests.path, body)
@@ -235,18 +235,18 @@ class TwoLegDriver:
         engine_id = await self._engine_id(prefill, legs.prefill.rank)
         address = bootstrap_address(prefill.url, prefill.bootstrap_port or 0)
         random_below = self._io.services.random_below
-        made = mooncake_legs(self._requests.path, body, address, engine_id, random_below)
-        leg = self._start_leg(legs, made.prefill, needs_payload=False)
-        return await self._decode(made.decode, leg)
+        leg_edits = mooncake_legs(self._requests.path, body, address, engine_id, random_below)
+        leg = self._start_leg(legs, leg_edits.prefill, needs_payload=False)
+        return await self._decode(leg_edits.decode, leg)
 
     async def _engine_id(self, prefill: Worker, rank: DpRank | None) -> str:
         """The id of the prefill engine, queried once for each of its processes. Raises
         PairFailed."""
         services = self._io.services
         index = rank.index if rank is not None else 0
-        known = services.engine_ids.find(prefill, index)
-        if known is not None:
-            return known
+        cached_id = services.engine_ids.find(prefill, index)
+        if cached_id is not None:
+            return cached_id
         query = EngineIdQuery(services, self._io, prefill)
         query.start()
         self._io.set_timeout("prefill", self._io.settings.limits.total)
@@ -255,12 +255,12 @@ class TwoLegDriver:
         finally:
             query.cancel()
         services.engine_ids.keep(prefill, query.engine_ids)
-        found = query.engine_ids.get(index)
-        if found is None:
+        engine_id = query.engine_ids.get(index)
+        if engine_id is None:
             reason = query.error or f"no id for data-parallel rank {index}"
             error = f"its bootstrap server returned no engine id: {reason}"
             raise PairFailed("prefill", prefill, "connect_failure", error)
-        return found
+        return engine_id
 
     def _start_leg(self, legs: TwoLegs, edits: Edits, *, needs_payload: bool) -> PrefillLeg:
         assert legs.prefill is not None
@@ -324,8 +324,8 @@ class TwoLegDriver:
         self._exchange.response_head_at = self.loop.now
         try:
             payload = await read_body(self._io, start, "first", MAX_ERROR_BYTES)
-        except (OSError, PhaseTimeout) as broken:
-            return PairFailed("decode", worker, str(status), f"status={status}, {broken}", status)
+        except (OSError, PhaseTimeout) as error:
+            return PairFailed("decode", worker, str(status), f"status={status}, {error}", status)
         self._decode_worker = None
         return failure_of_response("decode", worker, hold_response(start, payload), status)
 
@@ -357,19 +357,19 @@ class TwoLegDriver:
                 start.chunk = response.feed(received)
 
     async def _rewritten(
-        self, start: ResponseStart, made: SglangLegs, leg: PrefillLeg
+        self, start: ResponseStart, leg_edits: SglangLegs, leg: PrefillLeg
     ) -> ResponseStart:
         """The response with the client's own id and with the prompt's log probabilities."""
         io, response = self._io, start.response
         logprobs = {}
-        if made.merges_logprobs:
+        if leg_edits.merges_logprobs:
             io.set_timeout("prefill", io.settings.limits.idle)
             await wait_for(io, leg)
             if leg.failure is not None:
                 raise leg.failure
             logprobs = dict(read_logprobs(leg.payload, stream=leg.is_stream))
             leg.payload = b""
-        ids = ClientIds(made.rid, made.client_rid) if made.client_rid else None
+        ids = ClientIds(leg_edits.rid, leg_edits.client_rid) if leg_edits.client_rid else None
         rewriter = ResponseRewriter(ids, logprobs)
         if response.sse and response.framing is not LENGTH:
             return RewrittenResponse(

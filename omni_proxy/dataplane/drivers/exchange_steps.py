@@ -81,10 +81,10 @@ def respond(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response:
         route = match_route(exchange.method, path) or match_configured(
             settings.routes, exchange.method, path
         )
-    except MethodNotAllowed as wrong:
+    except MethodNotAllowed as error:
         if is_preflight(head) and settings.cors:
-            return reply_to_preflight(io, exchange, head, wrong.allowed)
-        raise _wrong_method(head, wrong) from None
+            return reply_to_preflight(io, exchange, head, error.allowed)
+        raise _wrong_method(head, error) from None
     if route is None:
         exchange.cors = b""  # admin routes have their own CORS rules
         return _respond_by_admin_api(io, exchange, head)
@@ -102,8 +102,8 @@ def respond(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response:
     return _admitted(io, exchange, head)
 
 
-def _wrong_method(head: RequestHead, wrong: MethodNotAllowed) -> HttpError:
-    allowed = ", ".join(sorted(wrong.allowed))
+def _wrong_method(head: RequestHead, error: MethodNotAllowed) -> HttpError:
+    allowed = ", ".join(sorted(error.allowed))
     return HttpError(
         405, f"this path accepts only {allowed}", "method_not_allowed",
         close=bool(head.length), detail="Method Not Allowed",
@@ -175,8 +175,8 @@ async def _in_slices(io: ExchangeIO, walk: Generator[None, None, Found]) -> Foun
     while True:
         try:
             next(walk)
-        except StopIteration as found:
-            result: Found = found.value
+        except StopIteration as stop:
+            result: Found = stop.value
             return result
         io.loop.wake(io)
         await pause
@@ -221,11 +221,11 @@ async def _stream(
 
 
 def _inspected(
-    io: ExchangeIO, exchange: Exchange, head: RequestHead, known: Requirements | None = None
+    io: ExchangeIO, exchange: Exchange, head: RequestHead, requirements: Requirements | None = None
 ) -> Response:
     route, services = exchange.route, io.services
     assert route is not None
-    need = known or inspect_request(route, exchange.body, head)
+    need = requirements or inspect_request(route, exchange.body, head)
     parts = RequestParts(route, (head.lines,), exchange.body, head.log_words[2], head.hints)
     pin_request(services.balancer, services.fleet, need, parts, io.loop.now)
     if creates_stored_response(route):
@@ -293,21 +293,21 @@ async def respond_by_worker(
     retry: RetryState | None = None
     try:
         worker = exchange.worker or services.balancer.acquire(exchange)
-    except HttpError as no_worker:
-        worker = await services.queue.wait_for_worker(io, exchange, no_worker)
+    except HttpError as error:
+        worker = await services.queue.wait_for_worker(io, exchange, error)
     while True:
         if exchange.legs is not None:
             return await respond_in_two_legs(io, exchange, head, respond_by_worker)
         pool = sent.pool if sent is not None else services.pools.of(exchange.rank or worker)
         try:
             start = await run_attempt(io, exchange, head, pool, sent)
-        except AttemptFailed as failed:
-            report_failure(services.fleet, exchange, worker, failed.error)
-            message = f"upstream request failed: {failed.error}"
-            error = HttpError(failed.status, message, failed.kind)
+        except AttemptFailed as error:
+            report_failure(services.fleet, exchange, worker, error.error)
+            message = f"upstream request failed: {error.error}"
+            client_error = HttpError(error.status, message, error.kind)
             retry = retry or RetryState(io, exchange, len(exchange.body))
             sent = None
-            worker = await retry.next_worker(failed.kind, error)
+            worker = await retry.next_worker(error.kind, client_error)
             continue
         if start.response.status < 400:
             break
@@ -354,9 +354,9 @@ async def _respond_by_admin_api(io: ExchangeIO, exchange: Exchange, head: Reques
             io.loop.admin_exchanges -= 1
             counted = False
         return await relay(io, exchange, head, start)
-    except AttemptFailed as failed:
+    except AttemptFailed as error:
         raise HttpError(
-            503, f"the admin API is not responding: {failed.error}", "front_unavailable",
+            503, f"the admin API is not responding: {error.error}", "front_unavailable",
             reason="admin_api_unavailable",
         ) from None  # fmt: skip
     finally:

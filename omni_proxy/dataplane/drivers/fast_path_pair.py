@@ -133,8 +133,8 @@ class FastPairPath(FastPath):
             was_tried = leg.ended_without_coroutine or leg.failure is not None
             if was_tried or not self._send_after_prefill(leg):
                 io.step(fault)
-        except Exception as failure:  # as in `FastPath.step`
-            io.step(failure)
+        except Exception as error:  # as in `FastPath.step`
+            io.step(error)
 
     def _prefill_ended(self, leg: PrefillLeg) -> None:
         """Called in the leg's own step: send the decode leg, unless the coroutine must continue."""
@@ -143,8 +143,8 @@ class FastPairPath(FastPath):
         try:
             if self._send_after_prefill(leg):
                 self._after_prefill.waiting_on = None  # so that it is not woken
-        except Exception as fault:  # a bug: raised in the next step
-            self._fault = fault
+        except Exception as error:  # a bug: raised in the next step
+            self._fault = error
 
     def can_continue_after(self, error: BaseException) -> bool:
         return self._leg is not None or isinstance(error, PhaseTimeout)
@@ -155,8 +155,8 @@ class FastPairPath(FastPath):
         if leg is None:
             return super().continuation(exchange)
         head, error = self._head(exchange), self.error
-        made, self._with_rid = self._with_rid, None
-        sent = SentPair(leg, json, self._sent(), self._transfer_due, error, made)
+        with_rid, self._with_rid = self._with_rid, None
+        sent = SentPair(leg, json, self._sent(), self._transfer_due, error, with_rid)
         return respond_in_two_legs(self._io, exchange, head, respond_by_worker, sent)
 
     def interrupt(self, leg: PrefillLeg) -> bool:
@@ -174,12 +174,12 @@ class FastPairPath(FastPath):
         if legs is None or other is None or prefill is None or need is None or worker is None:
             return False
         trace, pools, waits = exchange.trace, io.services.pools, legs.connector == "nixl"
-        known = pools.known
+        known_pools = pools.known
         target = other.rank or prefill
-        pool = prefill_pool = known.get(target) or pools.of(target)
+        pool = prefill_pool = known_pools.get(target) or pools.of(target)
         if not waits:
             target = exchange.rank or worker
-            pool = known.get(target) or pools.of(target)
+            pool = known_pools.get(target) or pools.of(target)
         if not prefill_pool.idle or not pool.idle or (trace is not None and trace.sampled):
             return False
         self._json, self._with_rid, size = None, None, len(body)  # clear the last request's
@@ -229,11 +229,11 @@ class FastPairPath(FastPath):
 
     def _vllm_lines(self, parts: list[bytes], request_id: bytes, *, is_read: bool) -> bytes:
         """Head lines of the prefill leg; those of the decode leg are stored in `_lines`."""
-        made = self._engine_lines
-        if made is None:
-            made = self._engine_lines = EngineLines(self.cached.template)
-        self._lines = lines = made.with_id(parts, request_id)
-        return made.of_read(parts, lines) if is_read else lines
+        engine_lines = self._engine_lines
+        if engine_lines is None:
+            engine_lines = self._engine_lines = EngineLines(self.cached.template)
+        self._lines = lines = engine_lines.with_id(parts, request_id)
+        return engine_lines.of_read(parts, lines) if is_read else lines
 
     def _sglang_bodies(
         self, legs: TwoLegs, prefill: Worker, body: bytes, need: Requirements, rank: DpRank | None
@@ -248,17 +248,19 @@ class FastPairPath(FastPath):
             legs.rid, for_prefill, for_decode = plain
             return for_prefill, for_decode
         self._json = json = JsonText(body, is_checked=True)  # its fields were validated
-        made = sglang_legs(path, json, prefill.url, port, random_below)
-        if made.merges_logprobs or (made.client_rid and not is_one_id(made.client_rid)):
+        leg_edits = sglang_legs(path, json, prefill.url, port, random_below)
+        if leg_edits.merges_logprobs or (
+            leg_edits.client_rid and not is_one_id(leg_edits.client_rid)
+        ):
             return None
-        legs.rid = made.rid
-        self._with_rid = made if made.client_rid else None
+        legs.rid = leg_edits.rid
+        self._with_rid = leg_edits if leg_edits.client_rid else None
         if rank is None and prefill_rank is None:
-            both = json.splice(made.prefill, made.text)
+            both = json.splice(leg_edits.prefill, leg_edits.text)
             return both, both
-        edits = with_prefill_rank(made.decode, prefill_rank)
+        edits = with_prefill_rank(leg_edits.decode, prefill_rank)
         return (
-            json.splice(for_prefill_rank(need, path, made.prefill, prefill_rank)),
+            json.splice(for_prefill_rank(need, path, leg_edits.prefill, prefill_rank)),
             json.splice(for_rank(need, path, edits, rank)),
         )
 
@@ -282,8 +284,10 @@ class FastPairPath(FastPath):
             # For the next request.
             cached.decode = cached.decode_ascii = _DECODE_CHAT[cached.decode]
         self._json = json = JsonText(body, is_checked=True)
-        made = json.splice(nixl.prefill_edits(self._path, json, params))
-        return made, None if own_params is None else json.splice(nixl.decode_edits(own_params))
+        prefill_body = json.splice(nixl.prefill_edits(self._path, json, params))
+        return prefill_body, None if own_params is None else json.splice(
+            nixl.decode_edits(own_params)
+        )
 
     def _leg_ended(self, leg: PrefillLeg) -> None:
         """Called in the leg's own step, while the decode response is outstanding."""
@@ -371,10 +375,13 @@ class FastPairPath(FastPath):
                 self._spare.spare_leg = leg.exchange
 
 
-def _with_own_id(made: SglangLegs, pool: UpstreamPool, body: bytes) -> bytes:
+def _with_own_id(leg_edits: SglangLegs, pool: UpstreamPool, body: bytes) -> bytes:
     """A complete response with the client's id, and with the head of the pool's template. `body`:
     its body with the proxy's id."""
-    template, body = pool.response_template, ClientIds(made.rid, made.client_rid).restore(body)
+    template, body = (
+        pool.response_template,
+        ClientIds(leg_edits.rid, leg_edits.client_rid).restore(body),
+    )
     return b"".join((template.start, length_lines(len(body))[0], template.end, _BLANK, body))
 
 

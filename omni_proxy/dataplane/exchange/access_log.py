@@ -126,7 +126,7 @@ def access_text(line: bytes) -> bytes:
     record = msgspec.json.decode(line)
     tried = record.pop("tried")
     if len(tried) > 1:
-        record["tried"] = ",".join(f"{each['worker']}={each['outcome']}" for each in tried)
+        record["tried"] = ",".join(f"{attempt['worker']}={attempt['outcome']}" for attempt in tried)
     fields_text = [
         f"{record.pop(key)}" for key in ("at", "client", "method", "target", "status", "outcome")
     ]
@@ -135,23 +135,23 @@ def access_text(line: bytes) -> bytes:
         for key, value in record.items()
         if value not in (None, "", 0) or (key == "rank" and value is not None)
     )
-    return " ".join(_UNSHOWN.sub(_escaped, each) for each in fields_text).encode()
+    return " ".join(_UNSHOWN.sub(_escaped, text) for text in fields_text).encode()
 
 
-def _escaped(found: re.Match[str]) -> str:
+def _escaped(match: re.Match[str]) -> str:
     """Escape a character, so that text of clients can't inject lines or fields."""
-    return "\\x20" if found[0] == " " else escape_match(found)
+    return "\\x20" if match[0] == " " else escape_match(match)
 
 
 def route_record(exchange: Exchange, worker: Worker) -> dict[str, object]:
     need, route = exchange.requirements, exchange.route
     state, disabled, routable = exchange.worker_seen
     completed = exchange.outcome == "completed"
-    finished = "stream_complete" if exchange.stream else "request_complete"
-    broken = "stream_error" if exchange.stream else "request_complete"
+    completed_event = "stream_complete" if exchange.stream else "request_complete"
+    failed_event = "stream_error" if exchange.stream else "request_complete"
     return {
         "timestamp": datetime.now(UTC).isoformat(),
-        "event": finished if completed else broken,
+        "event": completed_event if completed else failed_event,
         "request_id": _id_text(exchange),
         **_trace_fields(exchange),
         "method": exchange.method,

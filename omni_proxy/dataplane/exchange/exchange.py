@@ -121,11 +121,11 @@ class Exchange:
         """Record that the client disconnected; only the first end counts."""
         self.end("stream_cancelled" if self.relayed else "client_disconnected", "client")
 
-    def add_failed_attempt(self, target: Worker, result: str, at: float) -> None:
+    def add_failed_attempt(self, target: Worker, result: str, ended_at: float) -> None:
         """Record an attempt at a worker or rank. `result`: a status, or a name as in `retry_on`."""
         self.failed_attempts = [*(self.failed_attempts or ()), (target, result)]
         if self.trace is not None:
-            self.trace.end_attempt(target, at, result)
+            self.trace.end_attempt(target, ended_at, result)
 
     def attempt_results(self) -> list[tuple[Worker, str]]:
         """Each attempt's result, in order: the failed ones, then the worker's response."""

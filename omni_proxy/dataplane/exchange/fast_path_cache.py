@@ -123,8 +123,8 @@ def has_fixed_traceparent(template: HeadTemplate) -> bool:
     lines = [line for text in texts for line in text.lower().split(b"\r\n")[1:]]
     # The last line of each text but the last is followed by a varying value.
     open_ends = [text.lower().rpartition(b"\r\n")[2] for text in texts[:-1]]
-    named = [line for line in lines if line.startswith(b"traceparent:")]
-    return len(named) > len([line for line in open_ends if line.startswith(b"traceparent:")])
+    trace_lines = [line for line in lines if line.startswith(b"traceparent:")]
+    return len(trace_lines) > len([line for line in open_ends if line.startswith(b"traceparent:")])
 
 
 class _Never:

@@ -41,10 +41,10 @@ class TraceParent(msgspec.Struct, frozen=True, gc=False):
 
 def parse_traceparent(value: bytes) -> TraceParent | None:
     """None if the value is invalid."""
-    found = _VALUE.fullmatch(value)
-    if found is None or (found[1] == b"00" and found[5] is not None):
+    match = _VALUE.fullmatch(value)
+    if match is None or (match[1] == b"00" and match[5] is not None):
         return None
-    return TraceParent(found[2], found[3], bool(int(found[4], 16) & _SAMPLED))
+    return TraceParent(match[2], match[3], bool(int(match[4], 16) & _SAMPLED))
 
 
 def read_traceparent(lines: bytes) -> TraceParent | None:

@@ -51,8 +51,8 @@ def spans_of(exchange: Exchange, trace: RequestTrace, offset_ns: int) -> list[Sp
     """All spans, the server span first. `offset_ns`: Unix time minus the event loop's time."""
     trace_id, server_id = trace.trace_id.decode(), trace.span_id.decode()
 
-    def ns(at: float) -> int:
-        return int(at * 1e9) + offset_ns
+    def ns(secs: float) -> int:
+        return int(secs * 1e9) + offset_ns
 
     ended = exchange.ended_at
     route = exchange.route
@@ -164,7 +164,9 @@ def _attempt_attributes(
         attributes["server.port"] = place.port or (443 if place.scheme == "https" else 80)
     if isinstance(target, DpRank):
         attributes["omni_proxy.dp_rank"] = target.index
-    resent = sum(_is_prefill(exchange, each) == _is_prefill(exchange, attempt) for each in before)
+    resent = sum(
+        _is_prefill(exchange, earlier) == _is_prefill(exchange, attempt) for earlier in before
+    )
     if resent:
         attributes["http.request.resend_count"] = resent
     error, status = attempt.error, 0

@@ -40,11 +40,11 @@ def estimate_prompt(size: int) -> int:
 
 def max_tokens_in(body: bytes) -> int:
     """The limit of completion tokens in a JSON body, 0 if it has none."""
-    at = body.rfind(_BEGINNING)
-    if at < 0:
+    offset = body.rfind(_BEGINNING)
+    if offset < 0:
         return 0
-    found = _MAX_TOKENS.match(body, at) or _MAX_TOKENS.search(body, 0, at)
-    return int(found[1]) if found is not None else 0
+    match = _MAX_TOKENS.match(body, offset) or _MAX_TOKENS.search(body, 0, offset)
+    return int(match[1]) if match is not None else 0
 
 
 _body: Final = itemgetter(0)
@@ -64,11 +64,11 @@ def count_tokens(ended: Sequence[Ended]) -> tuple[int, int]:
     # The text after the last `"usage"` of a body is a JSON object again once OPENED_USAGE precedes.
     ends = map(_behind, map(bytes.rpartition, bodies, repeat(USAGE)))
     try:
-        found = list(map(_usage, decode_common_usages(_OPENED + _BETWEEN.join(ends) + b"]")))
+        usages = list(map(_usage, decode_common_usages(_OPENED + _BETWEEN.join(ends) + b"]")))
     except (msgspec.DecodeError, ValueError, RecursionError):
-        found = []
-    if len(found) == len(ended):
-        return sum(map(_prompts, found)), sum(map(_completions, found))
+        usages = []
+    if len(usages) == len(ended):
+        return sum(map(_prompts, usages)), sum(map(_completions, usages))
     prompts = completions = 0
     for body, size, status in ended:
         prompt, completion = counts_in(body)

@@ -40,15 +40,15 @@ cdef class Receiver:
         self.sock = sock
 
     def receive(self, Py_ssize_t size, int flags=0):
-        cdef ssize_t got
+        cdef ssize_t received
         if size < 0:
             raise ValueError("negative buffersize in recv")
         if size > ROOM:
             return self.sock.recv(size, flags)
         while True:
-            got = c_recv((<omni_socket *><PyObject *>self.sock).sock_fd, room, size, flags)
-            if got >= 0:
-                return PyBytes_FromStringAndSize(room, got)
+            received = c_recv((<omni_socket *><PyObject *>self.sock).sock_fd, room, size, flags)
+            if received >= 0:
+                return PyBytes_FromStringAndSize(room, received)
             if errno != EINTR:
                 PyErr_SetFromErrno(OSError)
 

@@ -158,9 +158,9 @@ class ConnectionTask(EventHandler):
         while (coro := self._coro) is not None:
             try:
                 yielded = coro.send(value) if error is None else coro.throw(error)
-            except StopIteration as returned:
+            except StopIteration as stop:
                 self._coro = self._callers.pop() if self._callers else None
-                value, error = returned.value, None
+                value, error = stop.value, None
             except BaseException as failure:
                 if not self._callers:
                     self._failed(failure)

@@ -90,8 +90,8 @@ async def _send_all(task: ConnectionTask, plain: Stream, chunk: bytes) -> None:
             await pause
 
 
-def _reset(why: str) -> ConnectionResetError:
-    return ConnectionResetError(errno.ECONNRESET, why)
+def _reset(reason: str) -> ConnectionResetError:
+    return ConnectionResetError(errno.ECONNRESET, reason)
 
 
 class TlsWriter:

@@ -94,13 +94,13 @@ async def linger(io: ExchangeIO) -> None:
     the client could lose the reply."""
     io.client.send_eof()
     io.set_timeout("linger", LINGER_SECS)
-    left = LINGER_BYTES
+    remaining = LINGER_BYTES
     try:
-        while left > 0:
+        while remaining > 0:
             chunk = await io.read(io.client, LINGER_READ_BYTES)
             if not chunk:
                 break
-            left -= len(chunk)
+            remaining -= len(chunk)
     except PhaseTimeout:
         pass
 

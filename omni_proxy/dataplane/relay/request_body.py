@@ -57,10 +57,10 @@ class RequestBody:
         """The bytes held so far."""
         return b"".join(self._held)
 
-    async def hold(self, most: int) -> bool:
-        """Read until the body is whole or more than `most` bytes are held. Returns whether it is
+    async def hold(self, max_bytes: int) -> bool:
+        """Read until the body is whole or more than `max_bytes` are held. Returns whether it is
         whole."""
-        while not self.is_complete and self.held_bytes <= most:
+        while not self.is_complete and self.held_bytes <= max_bytes:
             self._hold(self._payload_in(await self._read()))
         return self.is_complete
 
@@ -74,12 +74,12 @@ class RequestBody:
 
     def take(self) -> bytes:
         """Return the held bytes, and drop them here."""
-        held, self._held = self._held, []
-        if len(held) != 1:
-            return b"".join(held)
+        chunks, self._held = self._held, []
+        if len(chunks) != 1:
+            return b"".join(chunks)
         if self.held_bytes > LARGE_BYTES:  # not converted: the bytearray is used like bytes
-            return cast("bytes", held[0])
-        return bytes(held[0])
+            return cast("bytes", chunks[0])
+        return bytes(chunks[0])
 
     def buffered_body(self) -> bytes:
         """Return the held bytes, and keep them here."""
@@ -148,17 +148,17 @@ class RequestBody:
     def _keep(self, payload: bytes) -> None:
         """Store the payload. Small chunks are joined, because separate objects need far more
         memory."""
-        held = self._held
+        chunks = self._held
         if self.held_bytes > LARGE_BYTES:  # grow in place, because joining at the end blocks long
-            if len(held) != 1 or not isinstance(held[0], bytearray):
-                held[:] = [bytearray().join(held)]
-            held[0] += payload
+            if len(chunks) != 1 or not isinstance(chunks[0], bytearray):
+                chunks[:] = [bytearray().join(chunks)]
+            chunks[0] += payload
         elif len(payload) >= SMALL_CHUNK_BYTES:
-            held.append(payload)
-        elif held and isinstance(held[-1], bytearray):
-            held[-1] += payload
+            chunks.append(payload)
+        elif chunks and isinstance(chunks[-1], bytearray):
+            chunks[-1] += payload
         else:
-            held.append(bytearray(payload))
+            chunks.append(bytearray(payload))
 
     async def _read(self) -> bytes:
         io = self._io

@@ -57,15 +57,15 @@ async def relay(
     if response.sse or exchange.stream:
         exchange.stream = True
         io.deadline = inf
-    begun = io.keepalive if io.keepalive is not None and io.keepalive.begun else None
-    if begun is not None and not begun.continues_with(start):
-        return await begun.replace_with_error(start)
-    unchanged = response.framing is LENGTH and begun is None
-    framing = None if unchanged else new_framing(start, head, begun=begun is not None)
+    keepalive = io.keepalive if io.keepalive is not None and io.keepalive.begun else None
+    if keepalive is not None and not keepalive.continues_with(start):
+        return await keepalive.replace_with_error(start)
+    unchanged = response.framing is LENGTH and keepalive is None
+    framing = None if unchanged else new_framing(start, head, begun=keepalive is not None)
     keep = head.keep_alive and not io.close_after_response
     keep &= framing is None or framing.self_delimiting
     keep &= start.all_sent or io.body_stream is None
-    out = b"" if begun is not None else encode_head(exchange, start, head, keep=keep)
+    out = b"" if keepalive is not None else encode_head(exchange, start, head, keep=keep)
     watched = framing
     if io.watch is not None and io.watch.exchange is exchange:
         watched = io.watch.begin(chunk, framing)
@@ -82,10 +82,10 @@ async def relay(
             # A stream may last for hours: drop references that are not needed any more.
             out = chunk = head.lines = b""
             await _relay_rest(io, exchange, start, watched)
-    except UpstreamProtocolError as garbage:
-        return await _cut_response(io, exchange, start, framing, f"RemoteProtocolError: {garbage}")
-    except PhaseTimeout as expired:
-        return await _time_out(io, exchange, start, framing, str(expired))
+    except UpstreamProtocolError as error:
+        return await _cut_response(io, exchange, start, framing, f"RemoteProtocolError: {error}")
+    except PhaseTimeout as error:
+        return await _time_out(io, exchange, start, framing, str(error))
     exchange.end("completed", "")
     io.upstream = io.keepalive = None
     start.release()
@@ -259,29 +259,33 @@ async def _time_out(
         io.client.close(reset=True)
         return False
     if io.loop.now < io.deadline:
-        why = f"ReadTimeout: the worker stopped sending (phase {phase})"
+        reason = f"ReadTimeout: the worker stopped sending (phase {phase})"
     else:  # the worker did not stall: the proxy ends the exchange
         exchange.end("timed_out", "proxy", "the exchange took longer than request_timeout_secs")
-        why = exchange.error
-    return await _cut_response(io, exchange, start, framing, why)
+        reason = exchange.error
+    return await _cut_response(io, exchange, start, framing, reason)
 
 
 async def _cut_response(
-    io: ExchangeIO, exchange: Exchange, start: ResponseStart, framing: BodyFraming | None, why: str
+    io: ExchangeIO,
+    exchange: Exchange,
+    start: ResponseStart,
+    framing: BodyFraming | None,
+    reason: str,
 ) -> bool:
     """The response can't be completed: send an error event if its framing allows one, then close.
 
     The proxy's own framing always allows it; the worker's chunks only between two of them.
     """
     response, client = start.response, io.client
-    exchange.end("stream_error" if exchange.stream else "upstream_error", "worker", why)
+    exchange.end("stream_error" if exchange.stream else "upstream_error", "worker", reason)
     has_place = framing is not None or (
         response.framing is CHUNKED and response.is_between_chunks(start.chunk)
     )
     raw = framing is not None and not framing.self_delimiting
     client.flush()
     if response.sse and has_place and not client.pending:
-        event = b"\n\n" + stream_error_event(f"upstream stream failed before completion: {why}")
+        event = b"\n\n" + stream_error_event(f"upstream stream failed before completion: {reason}")
         with contextlib.suppress(OSError):
             client.send(event if raw else encode_chunk(event))
     # If the body is framed by close, only a reset marks it as incomplete.
@@ -328,10 +332,10 @@ def rate_lines(exchange: Exchange) -> bytes:
 def version_fields(exchange: Exchange) -> bytes:
     """Header lines with the weight version at the start of the attempt, and the current one if it
     differs."""
-    begun, worker = exchange.version, exchange.worker
-    if worker is None or worker.version is begun:
-        return begun.lines
-    return begun.lines + worker.version.end_header_lines(begun)
+    start_version, worker = exchange.version, exchange.worker
+    if worker is None or worker.version is start_version:
+        return start_version.lines
+    return start_version.lines + worker.version.end_header_lines(start_version)
 
 
 def encode_head(

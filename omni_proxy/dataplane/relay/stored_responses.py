@@ -32,7 +32,7 @@ class ResponseWatch:
         self.exchange = exchange
         self._io = io
         self._owners = owners
-        self._scanner = ResponseIdScanner(self._note)
+        self._scanner = ResponseIdScanner(self._keep_owner)
 
     def begin(self, chunk: bytes, framing: BodyFraming | None) -> BodyFraming | None:
         """Read the first chunk, which may be empty. Returns the framing for the following chunks,
@@ -51,7 +51,7 @@ class ResponseWatch:
         delimits = framing is None or framing.self_delimiting
         return BodyFraming(read_and_wrap, last, self_delimiting=delimits)
 
-    def _note(self, response_id: str) -> None:
+    def _keep_owner(self, response_id: str) -> None:
         worker = self.exchange.worker
         if worker is not None and self.exchange.status < 400:
             self._owners.keep(response_id, worker, self._io.loop.now)

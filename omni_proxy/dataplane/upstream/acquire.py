@@ -160,17 +160,17 @@ class Balancer:
         return error
 
     def held_for_update(self, need: Requirements) -> list[Worker]:
-        held = self.held_worker(need)
-        if held is not None:
-            return [held.worker]
+        target = self.held_worker(need)
+        if target is not None:
+            return [target.worker]
         if self.uses_pools(need):
             return held_for_update(self._fleet, need, self.voices.owner)
         return list(workers_held_for_update(self._fleet, need, self.voices.owner))
 
     def held_worker(self, need: Requirements) -> Worker | None:
         """The worker that the request's session waits for; None if it does not wait."""
-        if self.uses_pools(need) and (held := self.pools.held_worker(need)) is not None:
-            return held
+        if self.uses_pools(need) and (worker := self.pools.held_worker(need)) is not None:
+            return worker
         return self.policy.held_worker(need) if isinstance(self.policy, Sticky) else None
 
     def acquire(self, exchange: Exchange, tried: Collection[Worker] = ()) -> Worker:

@@ -48,19 +48,19 @@ async def connect_worker(
     while True:
         try:
             stream_and_rest = await _open(io, exchange, head, worker)
-        except AttemptFailed as failed:
+        except AttemptFailed as error:
             io.close_upstream()
             retry = retry or RetryState(io, exchange, 0)
-            kind = failed.kind
+            kind = error.kind
             if kind in (REFUSED, UNAVAILABLE):
-                kind = str(failed.status)
-                retry.report_status(worker, failed.status)
+                kind = str(error.status)
+                retry.report_status(worker, error.status)
             else:
-                report_failure(services.fleet, exchange, worker, failed.error)
+                report_failure(services.fleet, exchange, worker, error.error)
             try:
-                worker = await retry.next_worker(kind, _client_error(failed))
+                worker = await retry.next_worker(kind, _client_error(error))
             except HttpError:
-                exchange.end("upstream_error", "worker", failed.error)
+                exchange.end("upstream_error", "worker", error.error)
                 raise
         else:
             report_success(services.fleet, exchange, worker)
@@ -93,10 +93,10 @@ async def _open(
         dialled = io.upstream is not None
         kind = "reset_before_response" if dialled else "connect_failure"
         raise AttemptFailed(kind, f"ConnectError: {error.strerror or error}") from None
-    except UpstreamProtocolError as protocol_error:
-        raise AttemptFailed("bad_response", f"RemoteProtocolError: {protocol_error}") from None
-    except PhaseTimeout as timeout:
-        if str(timeout) == "dial":
+    except UpstreamProtocolError as error:
+        raise AttemptFailed("bad_response", f"RemoteProtocolError: {error}") from None
+    except PhaseTimeout as error:
+        if str(error) == "dial":
             raise AttemptFailed(
                 "connect_failure", "ConnectTimeout: no connection in time"
             ) from None
@@ -133,9 +133,9 @@ def _with_numeric_code(error: HttpError) -> HttpError:
     return HttpError(error.status, error.message, error.status, reason=error.code)
 
 
-def _client_error(failed: AttemptFailed) -> HttpError:
+def _client_error(error: AttemptFailed) -> HttpError:
     """The error for the client if no worker accepted the session."""
-    code, reason = failed.status, failed.kind
+    code, reason = error.status, error.kind
     if code == 429:
         message = "upstream WebSocket is overloaded"
         return HttpError(429, message, code, type="overloaded_error", reason=reason)
