@@ -59,29 +59,29 @@ class ClusterHints:
         """The worker or rank with this `target_key`."""
         if self._fleet.revision != self._revision:
             self._revision = self._fleet.revision
-            self._targets = {target_key(each.url): each for each in self._fleet.targets()}
+            self._targets = {target_key(worker.url): worker for worker in self._fleet.targets()}
         return self._targets.get(key)
 
     def hinted_lengths(
-        self, text: bytes, known: int, candidates: Collection[Worker]
+        self, text: bytes, sent_bytes: int, candidates: Collection[Worker]
     ) -> dict[Worker, int]:
-        """Bytes of the text that other proxies sent to each candidate, if more than `known`: the
-        bytes that this proxy sent to one of them."""
+        """Bytes of the text that other proxies sent to each candidate, if more than `sent_bytes`:
+        the bytes that this proxy sent to one of them."""
         count = count_beginnings(len(text))
-        if not self.shares_prefixes or not len(self.prefixes) or known >= length_of(count):
+        if not self.shares_prefixes or not len(self.prefixes) or sent_bytes >= length_of(count):
             return {}
-        found = {}
+        lengths = {}
         for key, depth in self.prefixes.depths(self._beginnings(text)).items():
-            target = self.target(key) if length_of(depth) > known else None
+            target = self.target(key) if length_of(depth) > sent_bytes else None
             if target is not None and target in candidates:
-                found[target] = length_of(depth)
-        return found
+                lengths[target] = length_of(depth)
+        return lengths
 
-    def note_prompt(self, text: bytes, known: int, worker: Worker) -> None:
-        """The text is sent to the worker, which already had its first `known` bytes."""
+    def note_prompt(self, text: bytes, cached_bytes: int, worker: Worker) -> None:
+        """The text is sent to the worker, which already had its first `cached_bytes` bytes."""
         if not self.shares_prefixes:
             return
-        if known >= length_of(count_beginnings(len(text))):
+        if cached_bytes >= length_of(count_beginnings(len(text))):
             self._skipped += 1
             if self._skipped % REPEAT_ONE_IN:
                 return

@@ -170,20 +170,20 @@ def any_target(need: Requirements, check: Callable[[Requirements], bool]) -> boo
 def all_targets_tried(need: Requirements, checks: TargetChecks, tried: Collection[Worker]) -> bool:
     """Like `has_tried_all`, for all targets together."""
     able = list(_of_targets(need, checks.can_take))
-    through = list(_of_targets(need, lambda each: checks.has_tried_all(each, tried)))
+    through = list(_of_targets(need, lambda target_need: checks.has_tried_all(target_need, tried)))
     return any(able) and all(done for done, can in zip(through, able, strict=True) if can)
 
 
 def _of_targets(need: Requirements, check: Callable[[Requirements], bool]) -> Iterator[bool]:
     """The result of the check for each target, in their order."""
-    alias, asked = need.alias, need.model
+    alias, requested_model = need.alias, need.model
     assert alias is not None
     try:
         for model in alias.split.models:
             need.model = model
             yield check(need)
     finally:
-        need.model = asked
+        need.model = requested_model
 
 
 def _available(
@@ -193,7 +193,7 @@ def _available(
     able = [index for index, can in enumerate(_of_targets(need, checks.can_take)) if can]
     if not tried:
         return able
-    through = list(_of_targets(need, lambda each: checks.has_tried_all(each, tried)))
+    through = list(_of_targets(need, lambda target_need: checks.has_tried_all(target_need, tried)))
     return [index for index in able if not through[index]] or able
 
 
@@ -204,8 +204,10 @@ def _waiting_target(need: Requirements, checks: TargetChecks, available: Sequenc
     assert alias is not None
     if not alias.session or len(available) == len(alias.split.models):
         return -1
-    held = list(_of_targets(need, lambda each: checks.held_worker(each) is not None))
-    return next((n for n, is_held in enumerate(held) if is_held and n not in available), -1)
+    held_targets = list(
+        _of_targets(need, lambda target_need: checks.held_worker(target_need) is not None)
+    )
+    return next((n for n, is_held in enumerate(held_targets) if is_held and n not in available), -1)
 
 
 def _preferred(alias: AliasRequirement, available: Sequence[int]) -> int:

@@ -362,7 +362,8 @@ def _steps(requirements: Requirements, role: Role) -> Iterator[_Step]:
     yield (
         "all_held",
         lambda remaining: (
-            "every worker that could take it is held: " + _each(w.cordon_reasons for w in remaining)
+            "every worker that could take it is held: "
+            + _list_reasons(w.cordon_reasons for w in remaining)
         ),
         lambda remaining: [worker for worker in remaining if not worker.cordon_reasons],
     )
@@ -370,7 +371,7 @@ def _steps(requirements: Requirements, role: Role) -> Iterator[_Step]:
         "none_healthy",
         lambda remaining: (
             "no worker that could take it is healthy: "
-            + _each([_state_reason(worker)] for worker in remaining)
+            + _list_reasons([_state_reason(worker)] for worker in remaining)
         ),
         lambda remaining: [worker for worker in remaining if worker.routable],
     )
@@ -394,7 +395,7 @@ def _missing(workers: list[Worker], requirements: Requirements) -> str:
     return ", ".join(capability_names(lacking)) or "all of " + ", ".join(requirements.capabilities)
 
 
-def _each(text: Iterable[Iterable[str]]) -> str:
+def _list_reasons(text: Iterable[Iterable[str]]) -> str:
     return ", ".join(sorted({item for group in text for item in group}))
 
 

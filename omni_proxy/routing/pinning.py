@@ -91,8 +91,8 @@ def pin_to_rank(need: Requirements, hints: Mapping[bytes, bytes], body: bytes) -
         if value != b"null"
     }
     if len(set(chosen.values())) > 1:
-        named = " and ".join(f"{where} {rank}" for where, rank in chosen.items())
-        raise _bad(f"the request names two data-parallel ranks: {named}")
+        names = " and ".join(f"{where} {rank}" for where, rank in chosen.items())
+        raise _bad_rank(f"the request names two data-parallel ranks: {names}")
     need.dp_rank = next(iter(chosen.values()), ANY_RANK)
     need.names_rank_in_body = not chosen.keys().isdisjoint((BODY_KEY, OLD_BODY_KEY))
 
@@ -109,14 +109,14 @@ def _chosen(
 
 
 def _in_body(body: bytes) -> Iterable[tuple[str, bytes]]:
-    found: set[str] = set()
+    seen: set[str] = set()
     for member in find_members(body, _start(body)):
         name = key_text(member.name)
         if name in _KEYS:
-            if name in found:
+            if name in seen:
                 message = f"the key {name!r} is in the body twice"
                 raise HttpError(400, message, "duplicate_key")
-            found.add(name)
+            seen.add(name)
             yield name, body[member.value_at : member.end]
 
 
@@ -130,11 +130,11 @@ def _rank(where: str, value: bytes) -> int:
     rank = int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else _MAX_RANK
     if rank >= _MAX_RANK:
         shown = text[:40].decode("latin-1")
-        raise _bad(f"{where}: {shown!r} is not a data-parallel rank; use a number, 0 or more")
+        raise _bad_rank(f"{where}: {shown!r} is not a data-parallel rank; use a number, 0 or more")
     return rank
 
 
-def _bad(message: str) -> HttpError:
+def _bad_rank(message: str) -> HttpError:
     return HttpError(400, message, "invalid_rank")
 
 
@@ -152,8 +152,10 @@ def rank_error(candidates: Sequence[Worker], workers: Sequence[Worker], index: i
     `workers`: all workers of the fleet."""
     free = ", ".join(target.display_id for target in candidates)
     ranks = max((len(worker.dp_ranks) for worker in workers), default=0)
-    why = "is full or out of rotation" if index < max(1, ranks) else "does not exist"
-    return _bad(f"data-parallel rank {index} {why}; ranks that can take this request: {free}")
+    problem = "is full or out of rotation" if index < max(1, ranks) else "does not exist"
+    return _bad_rank(
+        f"data-parallel rank {index} {problem}; ranks that can take this request: {free}"
+    )
 
 
 def body_for_rank(

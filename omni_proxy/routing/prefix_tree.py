@@ -40,17 +40,17 @@ _DIGITS = bytes.maketrans(b"01", b"\0\1")  # as truth values
 NARROW = 64  # bytes at or below which an XOR is faster than further halving
 
 
-def common_length(label: bytes, text: bytes, at: int) -> int:
+def common_length(label: bytes, text: bytes, offset: int) -> int:
     """Length of the common prefix of `label` and `text[at:]`."""
-    low, high = 0, min(len(label), len(text) - at)
+    low, high = 0, min(len(label), len(text) - offset)
     while high - low > NARROW:
         middle = (low + high) >> 1
-        if label[low:middle] == text[at + low : at + middle]:
+        if label[low:middle] == text[offset + low : offset + middle]:
             low = middle
         else:
             high = middle
     difference = int.from_bytes(label[low:high], "little") ^ int.from_bytes(
-        text[at + low : at + high], "little"
+        text[offset + low : offset + high], "little"
     )
     if not difference:
         return high
@@ -149,23 +149,23 @@ class PrefixTree(Generic[Holder]):
     def named(self, mask: int) -> Sequence[Holder]:
         if self._named[0] != self.membership:
             self._named = (self.membership, {})
-        known = self._named[1]
-        found = known.get(mask)
-        if found is None:
+        by_mask = self._named[1]
+        holders = by_mask.get(mask)
+        if holders is None:
             digits = bin(mask)[:1:-1].encode().translate(_DIGITS)
-            found = tuple(name for name in compress(self._names, digits) if name is not None)
-            if len(known) < MASKS_KNOWN:
-                known[mask] = found
-        return found
+            holders = tuple(name for name in compress(self._names, digits) if name is not None)
+            if len(by_mask) < MASKS_KNOWN:
+                by_mask[mask] = holders
+        return holders
 
     def match(self, text: bytes, among: int = -1) -> tuple[int, int]:
         """The longest prefix of the text, in bytes, that a holder of the mask `among` has, and the
         mask of its holders. Changes nothing; only `insert` counts as a use."""
         edges, labels, masks = self._edges, self._labels, self._masks
         among &= self._live
-        node, at, end, holders = ROOT, 0, len(text), 0
-        while at < end:
-            child = edges[text[at]].get(node)
+        node, offset, end, holders = ROOT, 0, len(text), 0
+        while offset < end:
+            child = edges[text[offset]].get(node)
             if child is None:
                 break
             mask = masks[child] & among
@@ -173,34 +173,34 @@ class PrefixTree(Generic[Holder]):
                 break
             holders = mask
             label = labels[child]
-            if not text.startswith(label, at):
-                at += common_length(label, text, at)
+            if not text.startswith(label, offset):
+                offset += common_length(label, text, offset)
                 break
-            at += len(label)
+            offset += len(label)
             node = child
-        return at, holders
+        return offset, holders
 
     def depths(self, text: bytes, among: int = -1) -> dict[Holder, int]:
         """The matching length, in bytes, of each holder of the mask `among` that has any."""
         lengths: dict[Holder, int] = {}
         edges, labels, masks = self._edges, self._labels, self._masks
-        node, at, end, left = ROOT, 0, len(text), among & self._live
-        while left and at < end:
-            child = edges[text[at]].get(node)
+        node, offset, end, remaining = ROOT, 0, len(text), among & self._live
+        while remaining and offset < end:
+            child = edges[text[offset]].get(node)
             if child is None:
                 break
-            mask = masks[child] & left
-            if at and mask != left:
-                lengths.update(dict.fromkeys(self.named(left & ~mask), at))
-            left = mask
+            mask = masks[child] & remaining
+            if offset and mask != remaining:
+                lengths.update(dict.fromkeys(self.named(remaining & ~mask), offset))
+            remaining = mask
             label = labels[child]
-            if not text.startswith(label, at):
-                at += common_length(label, text, at)
+            if not text.startswith(label, offset):
+                offset += common_length(label, text, offset)
                 break
-            at += len(label)
+            offset += len(label)
             node = child
-        if at:
-            lengths.update(dict.fromkeys(self.named(left), at))
+        if offset:
+            lengths.update(dict.fromkeys(self.named(remaining), offset))
         return lengths
 
     def insert(self, text: bytes, holder: Holder, number: int = 0) -> InsertedText | None:
@@ -211,25 +211,25 @@ class PrefixTree(Generic[Holder]):
             return None  # eviction can't keep up with very many short labels: add nothing
         bit = self._bits.get(holder) or self._admit(holder)
         edges, labels, masks = self._edges, self._labels, self._masks
-        node, at, end, path, grown = ROOT, 0, len(text), [], 0
-        held = end
-        while at < end:
-            child = edges[text[at]].get(node)
+        node, offset, end, path, grown = ROOT, 0, len(text), [], 0
+        held_length = end
+        while offset < end:
+            child = edges[text[offset]].get(node)
             if child is None:
-                held = min(held, at)
-                path.append(self._add_leaf(node, text[at:], bit))
-                grown += end - at
+                held_length = min(held_length, offset)
+                path.append(self._add_leaf(node, text[offset:], bit))
+                grown += end - offset
                 break
             label = labels[child]
-            if not text.startswith(label, at):
-                child = self._split(child, common_length(label, text, at))
+            if not text.startswith(label, offset):
+                child = self._split(child, common_length(label, text, offset))
                 label = labels[child]
             mask = masks[child]
             if not mask & bit:
                 masks[child] = mask = mask | bit
                 grown += len(label)
-                held = min(held, at)
-            at += len(label)
+                held_length = min(held_length, offset)
+            offset += len(label)
             if node and self._child_counts[node] == 1 and masks[node] == mask:
                 path.pop()
                 self._join(node, child)
@@ -240,7 +240,7 @@ class PrefixTree(Generic[Holder]):
         if not number or not end:
             return None
         last = path[-1]
-        return InsertedText(last, self._generations[last], end, held)
+        return InsertedText(last, self._generations[last], end, held_length)
 
     def forget_below(self, text: InsertedText, holder: Holder, length: int, before: int) -> None:
         """Remove `holder` from everything below the first `length` bytes of this text, branches
@@ -403,8 +403,8 @@ class PrefixTree(Generic[Holder]):
         older[ROOT] = newest
 
     def _evict(self, budget: int, down_to: int) -> None:
-        most = self.max_nodes
-        while budget and (self.size > down_to or self.nodes > most):
+        max_nodes = self.max_nodes
+        while budget and (self.size > down_to or self.nodes > max_nodes):
             self._remove(self._newer[ROOT])
             budget -= 1
 
@@ -460,14 +460,14 @@ class PrefixTree(Generic[Holder]):
 
     def _children(self, node: int) -> list[int]:
         count = self._child_counts[node]
-        found: list[int] = []
+        children: list[int] = []
         for table in self._edges:
-            if len(found) == count:
+            if len(children) == count:
                 break
             child = table.get(node)
             if child is not None:
-                found.append(child)
-        return found
+                children.append(child)
+        return children
 
     def _sweep(self, budget: int) -> None:
         """Remove dead holders from the nodes, and nodes without holders from the tree."""

@@ -81,15 +81,15 @@ class Route:
         object.__setattr__(self, "counter_index", counter_offset(self.traffic))
 
 
-def _row(path: str, traffic: str, needs: str, body: BodyKind, **more: object) -> Route:
-    methods = more.pop("methods", "POST")
+def _row(path: str, traffic: str, needs: str, body: BodyKind, **options: object) -> Route:
+    methods = options.pop("methods", "POST")
     return Route(
         path,
         frozenset(str(methods).split()),
         traffic,
         capability_mask([needs]),
         body,
-        **more,  # type: ignore[arg-type]
+        **options,  # type: ignore[arg-type]
     )
 
 

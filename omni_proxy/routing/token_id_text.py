@@ -51,10 +51,10 @@ class TokenIdText:
         """Count all commas, part by part."""
         commas = self._commas = memoryview(self.data.translate(_COMMAS))
         self._counts, self._places, total = [0], [0], 0
-        for at in range(0, len(commas), PART):
-            total += (adler32(commas[at : at + PART]) & _SUM) - 1
+        for start in range(0, len(commas), PART):
+            total += (adler32(commas[start : start + PART]) & _SUM) - 1
             self._counts.append(total)
-            self._places.append(at + PART)
+            self._places.append(start + PART)
         self._places[-1] = len(commas)
         return total
 
@@ -74,20 +74,22 @@ class TokenIdText:
         if mark == len(counts):
             return len(data)
         begin, before = places[mark - 1], counts[mark - 1]
-        at = begin + (places[mark] - begin) * (tokens - before) // (counts[mark] - before) - _EARLY
-        if at <= begin:
-            at, nth = begin, tokens - before + 1
+        offset = (
+            begin + (places[mark] - begin) * (tokens - before) // (counts[mark] - before) - _EARLY
+        )
+        if offset <= begin:
+            offset, nth = begin, tokens - before + 1
         elif commas is None:
-            nth = tokens - before - data.count(COMMA, begin, at) + 1
+            nth = tokens - before - data.count(COMMA, begin, offset) + 1
         else:
-            nth = tokens - before - (adler32(commas[begin:at]) & _SUM) + 2
+            nth = tokens - before - (adler32(commas[begin:offset]) & _SUM) + 2
         if nth <= 0:  # the estimate was too high
-            at, nth = begin, tokens - before + 1
-        near = data[at : at + _ID_BYTES * nth].split(COMMA, nth)
+            offset, nth = begin, tokens - before + 1
+        near = data[offset : offset + _ID_BYTES * nth].split(COMMA, nth)
         if len(near) > nth:
-            place = min(at + _ID_BYTES * nth, len(data)) - len(near[-1]) - 1
+            place = min(offset + _ID_BYTES * nth, len(data)) - len(near[-1]) - 1
         else:
-            place = _nth_comma(data, at, nth)
+            place = _nth_comma(data, offset, nth)
         counts.insert(mark, tokens)
         places.insert(mark, place)
         return place

@@ -12,8 +12,8 @@ cdef extern from *:
     """
     __attribute__((optimize("O3"))) static Py_ssize_t omni_commas(const char *text, int size) {
         unsigned char count = 0;  /* of at most PART bytes */
-        for (int at = 0; at < size; at++)
-            count += text[at] == ',';
+        for (int offset = 0; offset < size; offset++)
+            count += text[offset] == ',';
         return count;
     }
     """
@@ -25,14 +25,14 @@ cdef enum:
 
 
 def without_spaces(bytes data not None):
-    cdef Py_ssize_t at, size = PyBytes_GET_SIZE(data), kept = 0
+    cdef Py_ssize_t offset, size = PyBytes_GET_SIZE(data), length = 0
     cdef bytes out = PyBytes_FromStringAndSize(NULL, size)
     cdef const char *text = PyBytes_AS_STRING(data)
     cdef char *target = PyBytes_AS_STRING(out)
-    for at in range(size):
-        target[kept] = text[at]
-        kept += text[at] != c" "
-    return out[:kept]
+    for offset in range(size):
+        target[length] = text[offset]
+        length += text[offset] != c" "
+    return out[:length]
 
 
 cdef class TokenIdText:
@@ -62,8 +62,8 @@ cdef class TokenIdText:
     def end_of(self, Py_ssize_t tokens):
         cdef const char *text = PyBytes_AS_STRING(self.data)
         cdef const char *end = text + PyBytes_GET_SIZE(self.data)
-        cdef const char *found
-        cdef Py_ssize_t low = 0, high = self._parts, middle, left
+        cdef const char *comma
+        cdef Py_ssize_t low = 0, high = self._parts, middle, remaining
         if tokens >= self.tokens:
             return PyBytes_GET_SIZE(self.data)
         if tokens < 0:
@@ -74,9 +74,9 @@ cdef class TokenIdText:
                 low = middle
             else:
                 high = middle
-        left = tokens - self._before[low]
-        found = <const char *>memchr(text + low * PART, c",", end - text - low * PART)
-        while left and found != NULL:
-            found = <const char *>memchr(found + 1, c",", end - found - 1)
-            left -= 1
-        return end - text if found == NULL else found - text
+        remaining = tokens - self._before[low]
+        comma = <const char *>memchr(text + low * PART, c",", end - text - low * PART)
+        while remaining and comma != NULL:
+            comma = <const char *>memchr(comma + 1, c",", end - comma - 1)
+            remaining -= 1
+        return end - text if comma == NULL else comma - text

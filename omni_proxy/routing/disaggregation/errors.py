@@ -34,7 +34,7 @@ def no_pair_error(fleet: Fleet, need: Requirements, owner: str = "") -> HttpErro
     """
     if need.dp_rank != ANY_RANK:
         any_rank = changed(need, dp_rank=ANY_RANK)
-        others = [each for each in _pools(fleet, any_rank)[1] if has_room(each)]
+        others = [decode for decode in _pools(fleet, any_rank)[1] if has_room(decode)]
         if others and not candidates_of_rank(others, need.dp_rank):
             return rank_error(others, fleet.workers, need.dp_rank)
     prefills, decodes = _pools(fleet, need)
@@ -77,8 +77,8 @@ def held_for_update(fleet: Fleet, need: Requirements, owner: str = "") -> list[W
 
 def of_leg(fleet: Fleet, need: Requirements, role: Role) -> Requirements:
     """The request's requirements for this leg: pinning to a worker applies only to its own role."""
-    named = fleet.get(need.named_worker) if need.pinning is NAMED else None
-    if named is None or named.role in (role, "regular"):
+    worker = fleet.get(need.named_worker) if need.pinning is NAMED else None
+    if worker is None or worker.role in (role, "regular"):
         return need
     return changed(need, pinning=UNPINNED, named_worker="")
 

@@ -113,12 +113,12 @@ def _verdicts(
     """Raises HttpError 404."""
     fleet, pools = pairing.fleet, pairing.pools(need)
     lone = alone(pools.decodes, need.legs, fallback=policies.rules.fallback == "decode")
-    taken = bool(pools.paired or lone)
+    has_pool_workers = bool(pools.paired or lone)
     verdicts = []
     for worker in _targets(fleet):
         leg = of_leg(fleet, need, worker.role) if worker.role != "regular" else need
         reasons = ineligibility_reasons(fleet, worker, leg, owner, worker.role)
-        if not reasons and worker.role == "regular" and taken:
+        if not reasons and worker.role == "regular" and has_pool_workers:
             reasons = ["the prefill and decode workers take it"]
         elif not reasons and worker.role == "prefill":
             reasons = _against_prefill(worker, pools, need)
@@ -127,7 +127,7 @@ def _verdicts(
         verdicts.append((worker, reasons))
     judged: dict[Worker, list[str]] = {}
     for role in ("prefill", "decode", "regular"):  # each leg is picked among workers of its role
-        judged |= with_veto(fleet, [each for each in verdicts if each[0].role == role])
+        judged |= with_veto(fleet, [verdict for verdict in verdicts if verdict[0].role == role])
     return [(target, judged[target]) for target, _ in verdicts]
 
 
@@ -158,11 +158,11 @@ def _mismatch(worker: Worker, others: Sequence[Worker], need: Requirements) -> s
         return f"with kv_connector {worker.kv_connector} this route is not served in two legs"
     if not others:
         return "none is eligible"
-    others = [each for each in others if each.kv_connector == worker.kv_connector]
+    others = [other for other in others if other.kv_connector == worker.kv_connector]
     if not others:
         return f"none has kv_connector {worker.kv_connector}"
-    others = [each for each in others if each.model == worker.model]
+    others = [other for other in others if other.model == worker.model]
     if not others:
         return f"none has the model {worker.model or 'that is not named'}"
-    assert not any(same_weights(each.version, worker.version) for each in others)
+    assert not any(same_weights(other.version, worker.version) for other in others)
     return f"none has the weights {worker.version}"

@@ -121,10 +121,10 @@ class Pairing:
         prefills: Sequence[Worker] = fleet.pool("prefill", need.model, need.mask)
         decodes: Sequence[Worker] = fleet.pool("decode", need.model, need.mask)
         if is_free:
-            kept = self._pools(prefills, decodes, need.legs)
+            pools = self._pools(prefills, decodes, need.legs)
             if not fleet.has_inflight_limits:
-                self._last = _LastPools(fleet.revision, need.model, need.mask, need.legs, kept)
-                return kept
+                self._last = _LastPools(fleet.revision, need.model, need.mask, need.legs, pools)
+                return pools
         prefills, decodes = pinned(fleet, need, prefills, decodes)
         if need.version_constraint is not None:
             prefills = filter_by_version(need, prefills)
@@ -139,10 +139,10 @@ class Pairing:
             self._kept.clear()
             self._revision = self.fleet.revision
         key = (id(prefills), id(decodes), legs)
-        kept = self._kept.get(key)
-        if kept is None:  # `Pools` refers to both lists, so their ids are not reused
-            kept = self._kept[key] = pair_up(prefills, decodes, legs)
-        return kept
+        pools = self._kept.get(key)
+        if pools is None:  # `Pools` refers to both lists, so their ids are not reused
+            pools = self._kept[key] = pair_up(prefills, decodes, legs)
+        return pools
 
 
 def pick_from_last_pools(
@@ -211,7 +211,9 @@ def _from_pools(
     lone: Sequence[Worker] | None = None
     if tried and decodes:
         partners = pools.partners
-        decodes = [w for w in decodes if any(each.worker not in tried for each in partners[w])]
+        decodes = [
+            w for w in decodes if any(prefill.worker not in tried for prefill in partners[w])
+        ]
         if not decodes:
             lone = _alone(pools, legs, policies)
             decodes = () if lone else pools.paired
@@ -284,7 +286,7 @@ def all_tried(
     the request. Raises HttpError 404."""
     pools = pairing.pools(need)
     for decode in pools.paired:
-        fresh = any(each.worker not in tried for each in pools.partners[decode])
+        fresh = any(prefill.worker not in tried for prefill in pools.partners[decode])
         if fresh and decode.worker not in tried:
             return False
     lone = _alone(pools, need.legs, policies)

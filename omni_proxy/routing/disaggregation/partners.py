@@ -51,13 +51,13 @@ def pair_up(prefills: Sequence[Worker], decodes: Sequence[Worker], legs: Legs) -
     partners: dict[Worker, Sequence[Worker]] = {}
     for decode in decodes:
         key = (decode.kv_connector, decode.model, decode.version)
-        found = lists.get(key)
-        if found is None:
+        partner_list = lists.get(key)
+        if partner_list is None:
             fits = decode.kv_connector in legs.connectors
-            found = [each for each in prefills if fits and may_pair(each, decode)]
-            lists[key] = found
-        if found:
-            partners[decode] = found
+            partner_list = [prefill for prefill in prefills if fits and may_pair(prefill, decode)]
+            lists[key] = partner_list
+        if partner_list:
+            partners[decode] = partner_list
     paired = decodes if len(partners) == len(decodes) else [w for w in decodes if w in partners]
     return Pools(prefills, decodes, paired, partners)
 
@@ -72,14 +72,14 @@ def pinned(
         decodes = candidates_of_rank(decodes, need.dp_rank)
     if need.pinning is UNPINNED:
         return prefills, decodes
-    named = fleet.get(need.named_worker) if need.pinning is NAMED else None
-    if need.pinning is NAMED and named is None:
+    worker = fleet.get(need.named_worker) if need.pinning is NAMED else None
+    if need.pinning is NAMED and worker is None:
         raise HttpError(404, "unknown route worker", "unknown_worker")
-    if named is None or named.role == "regular":
+    if worker is None or worker.role == "regular":
         return [], []
-    if named.role == "prefill":
-        return [target for target in prefills if target.worker is named], decodes
-    return prefills, [target for target in decodes if target.worker is named]
+    if worker.role == "prefill":
+        return [target for target in prefills if target.worker is worker], decodes
+    return prefills, [target for target in decodes if target.worker is worker]
 
 
 def alone(decodes: Sequence[Worker], legs: Legs, *, fallback: bool) -> Sequence[Worker]:

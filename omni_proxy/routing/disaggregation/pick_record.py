@@ -91,8 +91,8 @@ def _facts_of(target: Worker, details: Mapping[str, object]) -> dict[str, float]
     """The policy's numbers for this worker."""
     facts: dict[str, float] = {}
     for name, by_url in details.items():
-        known = by_url.get(target.url) if isinstance(by_url, Mapping) else None
-        for each, value in known.items() if isinstance(known, Mapping) else ((name, known),):
+        detail = by_url.get(target.url) if isinstance(by_url, Mapping) else None
+        for fact, value in detail.items() if isinstance(detail, Mapping) else ((name, detail),):
             if isinstance(value, int | float) and not isinstance(value, bool):
-                facts[str(each)] = value
+                facts[str(fact)] = value
     return facts

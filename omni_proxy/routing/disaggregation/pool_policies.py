@@ -76,7 +76,7 @@ class PoolPolicies:
     def use_blocks(self, blocks: BlockIndex) -> None:
         """See `Policy.use_blocks`."""
         self._blocks = blocks
-        for policy in self._known():
+        for policy in self._policies():
             policy.use_blocks(blocks)
 
     def use_hints(self, hints: ClusterHints) -> None:
@@ -111,12 +111,12 @@ class PoolPolicies:
         return policy.held_worker(requirements) if isinstance(policy, Sticky) else None
 
     def finish_session(self, key: str) -> bool:
-        known = [
+        existed = [
             policy.finish_session(key)
             for policy in self.built.values()
             if isinstance(policy, Sticky)
         ]
-        return any(known)
+        return any(existed)
 
     def session_count(self, worker: Worker) -> int:
         """Number of sessions at this worker, in the policy of its pool."""
@@ -124,11 +124,11 @@ class PoolPolicies:
         return policy.session_count(worker) if isinstance(policy, Sticky) else 0
 
     def forget_worker(self, worker: Worker) -> None:
-        for policy in self._known():
+        for policy in self._policies():
             policy.forget_worker(worker)
 
     def maintain(self, now: float) -> None:
-        for policy in self._known():
+        for policy in self._policies():
             policy.maintain(now)
 
     def stats(self) -> dict[str, dict[str, object]]:
@@ -144,15 +144,17 @@ class PoolPolicies:
         by its predicted cache before this request; None if that is unknown. Text after the compared
         part counts as uncached.
         """
-        known = self.of("decode").cached_prefix(candidates, requirements)
-        if known is None:
-            known = self._own_knowledge().cached_prefix(candidates, requirements)
-        text, cached = known
+        prefix = self.of("decode").cached_prefix(candidates, requirements)
+        if prefix is None:
+            prefix = self._own_knowledge().cached_prefix(candidates, requirements)
+        text, cached = prefix
         beyond = bytes_beyond(text, requirements)
         if not text or beyond < 0:
             return lambda worker: None
-        mark, most = text[:1], beyond // SHORTEST_TOKEN.get(text[:1], BYTES_PER_TOKEN)
-        return lambda worker: most + estimate_tokens(mark, text[1 + cached.get(worker, 0) :])
+        mark, beyond_tokens = text[:1], beyond // SHORTEST_TOKEN.get(text[:1], BYTES_PER_TOKEN)
+        return lambda worker: (
+            beyond_tokens + estimate_tokens(mark, text[1 + cached.get(worker, 0) :])
+        )
 
     def record_cached(self, worker: Worker, requirements: Requirements) -> None:
         """The prompt is sent to the decode worker and counts as cached there from now on."""
@@ -166,9 +168,9 @@ class PoolPolicies:
                 self._knowledge.use_blocks(self._blocks)
         return self._knowledge
 
-    def _known(self) -> list[Policy]:
-        known = list(self.built.values())
-        return [*known, self._knowledge] if self._knowledge is not None else known
+    def _policies(self) -> list[Policy]:
+        policies = list(self.built.values())
+        return [*policies, self._knowledge] if self._knowledge is not None else policies
 
     def _build(self, role: Role, before: Policy | None) -> Policy:
         rules = self.rules

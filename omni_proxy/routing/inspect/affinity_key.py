@@ -41,14 +41,14 @@ class AffinityKeyReader:
 
     def read(self, lines: bytes, body: bytes = b"") -> str:
         """The key in header lines `name: value` with CRLF, or in a body; "" if there is none."""
-        found: dict[bytes, bytes] = {}
+        values: dict[bytes, bytes] = {}
         for line in self._line.finditer(lines):
             value = line[2].rstrip(b" \t")
             if value:
-                found.setdefault(line[1].lower(), value)
+                values.setdefault(line[1].lower(), value)
         for name in self._names:
-            if name in found:
-                return session_key(found[name])
+            if name in values:
+                return session_key(values[name])
         return self._read_body(body) if self._body_keys and body else ""
 
     def _read_body(self, body: bytes) -> str:
@@ -124,7 +124,7 @@ def _decoder_of(name: str) -> Callable[[msgspec.Raw], msgspec.Raw]:
     decode: Callable[[msgspec.Raw], Any] = msgspec.json.Decoder(struct).decode
 
     def value_of(raw: msgspec.Raw) -> msgspec.Raw:
-        found: msgspec.Raw = decode(raw).value if len(raw) else raw
-        return found
+        value: msgspec.Raw = decode(raw).value if len(raw) else raw
+        return value
 
     return value_of

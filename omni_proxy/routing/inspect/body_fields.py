@@ -324,8 +324,8 @@ def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
 
 def form_values(body: bytes, content_type: bytes, name: str) -> Iterator[tuple[int, int]]:
     """Start and end offsets of the values of all fields with this name."""
-    for found, start, end in _form_values(body, content_type):
-        if found == name:
+    for field, start, end in _form_values(body, content_type):
+        if field == name:
             yield start, end
 
 
@@ -337,17 +337,17 @@ def _form_values(body: bytes, content_type: bytes) -> Iterator[tuple[str, int, i
     if not match:
         return
     prefix = b"--" + match[1].strip()
-    at = body.find(prefix)
+    offset = body.find(prefix)
     for _ in range(MAX_PARTS):
-        start = at + len(prefix)
-        if at < 0 or body[start : start + 2] != b"\r\n":
+        start = offset + len(prefix)
+        if offset < 0 or body[start : start + 2] != b"\r\n":
             return
-        at = body.find(b"\r\n" + prefix, start)
+        offset = body.find(b"\r\n" + prefix, start)
         head_end = body.find(b"\r\n\r\n", start, start + MAX_PART_HEAD_BYTES)
-        if at < 0 or head_end < 0:
+        if offset < 0 or head_end < 0:
             return
-        yield _plain_name(body[start:head_end]), head_end + 4, at
-        at += 2
+        yield _plain_name(body[start:head_end]), head_end + 4, offset
+        offset += 2
 
 
 def _plain_name(head: bytes) -> str:

@@ -124,7 +124,7 @@ class JsonText:
             if self._escapes or not is_single or not isinstance(edit, bytes):
                 return None
             if bytes(value) != edit:
-                value_at = _end(_TO_VALUE, body, place + len(quoted))
+                value_at = _match_end(_TO_VALUE, body, place + len(quoted))
                 places.append((value_at, value_at + len(value), edit))
         added = _added(edits, values)
         parts = [body[:first], added, b"," if added and values else b""]
@@ -218,22 +218,22 @@ def _members_by_length(body: bytes, start: int) -> list[JsonMember] | None:
     values = _values_of(body, start)
     if values is None:
         return None
-    members, at = [], _end(_TO_KEY, body, start + 1)
+    members, offset = [], _match_end(_TO_KEY, body, start + 1)
     for name, value in values.items():
-        key_at = at
+        key_at = offset
         spelled = b'"%b"' % name.encode("utf-8", "surrogatepass")
-        if not body.startswith(spelled, at):
+        if not body.startswith(spelled, offset):
             return None  # the name has escapes, or an earlier name occurs twice
-        value_at = _end(_TO_VALUE, body, at + len(spelled))
+        value_at = _match_end(_TO_VALUE, body, offset + len(spelled))
         end = value_at + len(value)
         members.append(JsonMember(spelled[1:-1], key_at, value_at, end))
-        at = _end(_TO_KEY, body, end)
-    return members if body[at : at + 1] == b"}" else None
+        offset = _match_end(_TO_KEY, body, end)
+    return members if body[offset : offset + 1] == b"}" else None
 
 
-def _end(pattern: re.Pattern[bytes], body: bytes, at: int) -> int:
-    found = pattern.match(body, at)
-    return found.end() if found is not None else at
+def _match_end(pattern: re.Pattern[bytes], body: bytes, offset: int) -> int:
+    match = pattern.match(body, offset)
+    return match.end() if match is not None else offset
 
 
 def _walked_members(body: bytes, start: int) -> list[JsonMember]:
@@ -244,25 +244,25 @@ def _walked_members(body: bytes, start: int) -> list[JsonMember]:
 def _parts(
     body: memoryview, start: int, edits: Edits, members: Sequence[JsonMember]
 ) -> list[bytes | memoryview]:
-    found = _edited(edits, members)
-    added = _added(edits, found)
-    removed = {found[name] for name, edit in edits.items() if edit is None and name in found}
+    places = _edited(edits, members)
+    added = _added(edits, places)
+    removed = {places[name] for name, edit in edits.items() if edit is None and name in places}
     parts: list[bytes | memoryview] = [body[: start + 1], added]
     if added and len(members) > len(removed):
         parts.append(b",")
     first_kept = next((n for n in range(len(members)) if n not in removed), len(members))
-    at = start + 1
-    for place, name in sorted((place, name) for name, place in found.items()):
+    offset = start + 1
+    for place, name in sorted((place, name) for name, place in places.items()):
         edit, member = edits[name], members[place]
         if edit is None:
             begin, end = _span_to_remove(members, place, first_kept)
-            parts.append(body[at:begin])
-            at = end
+            parts.append(body[offset:begin])
+            offset = end
         else:
-            parts.append(body[at : member.value_at])
+            parts.append(body[offset : member.value_at])
             parts += _replaced(body[member.value_at : member.end], name, edit)
-            at = member.end
-    parts.append(body[at:])
+            offset = member.end
+    parts.append(body[offset:])
     return parts
 
 
@@ -276,15 +276,15 @@ def _span_to_remove(members: Sequence[JsonMember], place: int, first_kept: int) 
 
 def _edited(edits: Edits, members: Sequence[JsonMember]) -> dict[str, int]:
     """Indices of the members with keys of `edits`. Raises HttpError 400 for a duplicate key."""
-    found: dict[str, int] = {}
+    places: dict[str, int] = {}
     for place, member in enumerate(members):
         name = key_text(member.name)
         if name not in edits:
             continue
-        if name in found:
+        if name in places:
             raise _given_twice(name)
-        found[name] = place
-    return found
+        places[name] = place
+    return places
 
 
 def _given_twice(name: str) -> HttpError:

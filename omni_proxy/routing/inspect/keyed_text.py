@@ -32,9 +32,9 @@ class KeyedBodyFields(BodyFields, gc=False):
 
 def keyed_fields(body: bytes, keys: Sequence[str]) -> KeyedBodyFields:
     """The fields refer to `body`; they are empty if it is not a JSON object in UTF-8."""
-    found = dict(_values(body, (*dict.fromkeys(keys), *CACHED_APART)))
-    keyed = tuple((key, found[key]) for key in dict.fromkeys(keys) if key in found)
-    lora_path, cache_salt, extra_key = (found.get(name, ABSENT) for name in CACHED_APART)
+    values = dict(_values(body, (*dict.fromkeys(keys), *CACHED_APART)))
+    keyed = tuple((key, values[key]) for key in dict.fromkeys(keys) if key in values)
+    lora_path, cache_salt, extra_key = (values.get(name, ABSENT) for name in CACHED_APART)
     return KeyedBodyFields(
         keyed=keyed, lora_path=lora_path, cache_salt=cache_salt, extra_key=extra_key
     )

@@ -138,102 +138,102 @@ def walk_members(
 
     Raises HttpError 400 unless a JSON object extends from `start` to the end of the body.
     """
-    keys, at = 0, (yield from _blanks(body, start))
-    at = yield from _blanks(body, _past(body, at, _OPEN))
-    more = _byte(body, at) != _CLOSE
+    keys, offset = 0, (yield from _blanks(body, start))
+    offset = yield from _blanks(body, _skip_char(body, offset, _OPEN))
+    more = _byte(body, offset) != _CLOSE
     while more:
-        if _byte(body, at) != _QUOTE:
+        if _byte(body, offset) != _QUOTE:
             raise invalid_json()
-        key_at = at
-        at = yield from _string(body, at)
-        name = bytes(body[key_at + 1 : min(at - 1, key_at + MAX_KEY_BYTES)])
-        at = yield from _blanks(body, at)
-        at = yield from _blanks(body, _past(body, at, _COLON))
-        value_at = at
-        at = yield from _value(body, at, scalar)
-        yield JsonMember(name, key_at, value_at, at)
-        at = yield from _blanks(body, at)
-        more = _byte(body, at) == _COMMA
+        key_at = offset
+        offset = yield from _string(body, offset)
+        name = bytes(body[key_at + 1 : min(offset - 1, key_at + MAX_KEY_BYTES)])
+        offset = yield from _blanks(body, offset)
+        offset = yield from _blanks(body, _skip_char(body, offset, _COLON))
+        value_at = offset
+        offset = yield from _value(body, offset, scalar)
+        yield JsonMember(name, key_at, value_at, offset)
+        offset = yield from _blanks(body, offset)
+        more = _byte(body, offset) == _COMMA
         if more:
-            at = yield from _blanks(body, at + 1)
+            offset = yield from _blanks(body, offset + 1)
         keys += 1
         if keys > MAX_KEYS:
             message = f"a large JSON request body may have at most {MAX_KEYS} fields"
             raise HttpError(400, message, "invalid_json")
         if not keys % KEYS_PER_SLICE:
             yield None
-    at = yield from _blanks(body, _past(body, at, _CLOSE))
-    if at != len(body):
+    offset = yield from _blanks(body, _skip_char(body, offset, _CLOSE))
+    if offset != len(body):
         raise invalid_json()
 
 
-def _byte(body: bytes, at: int) -> int:
-    if at >= len(body):
+def _byte(body: bytes, offset: int) -> int:
+    if offset >= len(body):
         raise invalid_json()
-    return body[at]
+    return body[offset]
 
 
-def _past(body: bytes, at: int, char: int) -> int:
-    if _byte(body, at) != char:
+def _skip_char(body: bytes, offset: int, char: int) -> int:
+    if _byte(body, offset) != char:
         raise invalid_json()
-    return at + 1
+    return offset + 1
 
 
-def _end(pattern: re.Pattern[bytes], body: bytes, at: int) -> int:
-    match = pattern.match(body, at, at + SLICE_BYTES)
-    return match.end() if match is not None else at
+def _match_end(pattern: re.Pattern[bytes], body: bytes, offset: int) -> int:
+    match = pattern.match(body, offset, offset + SLICE_BYTES)
+    return match.end() if match is not None else offset
 
 
-def _blanks(body: bytes, at: int) -> Walk:
-    while (end := _end(_BLANKS, body, at)) - at == SLICE_BYTES:
-        at = end
+def _blanks(body: bytes, offset: int) -> Walk:
+    while (end := _match_end(_BLANKS, body, offset)) - offset == SLICE_BYTES:
+        offset = end
         yield
     return end
 
 
-def _value(body: bytes, at: int, scalar: re.Pattern[bytes]) -> Walk:
-    first = _byte(body, at)
+def _value(body: bytes, offset: int, scalar: re.Pattern[bytes]) -> Walk:
+    first = _byte(body, offset)
     if first == _QUOTE:
-        return (yield from _string(body, at))
+        return (yield from _string(body, offset))
     if first in _NESTS:
-        return (yield from _nested(body, at))
-    match = scalar.match(body, at, at + MAX_SCALAR_BYTES)
+        return (yield from _nested(body, offset))
+    match = scalar.match(body, offset, offset + MAX_SCALAR_BYTES)
     if match is None:
         raise invalid_json()
     return match.end()
 
 
-def _string(body: bytes, at: int) -> Walk:
-    """Returns the offset after the string whose opening quote is at `at`."""
-    at += 1
+def _string(body: bytes, offset: int) -> Walk:
+    """Returns the offset after the string whose opening quote is at `offset`."""
+    offset += 1
     while True:
-        end = _end(_IN_STRING, body, at)
+        end = _match_end(_IN_STRING, body, offset)
         if _byte(body, end) == _QUOTE:
             return end + 1
-        if end - at < SLICE_BYTES - _ESCAPE_BYTES:  # invalid, not the end of the slice
+        if end - offset < SLICE_BYTES - _ESCAPE_BYTES:  # invalid, not the end of the slice
             raise invalid_json()
-        at = end
+        offset = end
         yield
 
 
-def _nested(body: bytes, at: int) -> Walk:
-    """Returns the offset after the list or object that begins at `at`."""
+def _nested(body: bytes, offset: int) -> Walk:
+    """Returns the offset after the list or object that begins at `offset`."""
     depth, size, walked = 0, FIRST_BYTES, 0
-    while at < len(body):
-        cut = min(len(body), at + size)
-        match = _WHOLE_STRINGS.match(body, at, cut)
+    while offset < len(body):
+        cut = min(len(body), offset + size)
+        match = _WHOLE_STRINGS.match(body, offset, cut)
         assert match is not None
         end = match.end()  # before `cut` if a string continues after the slice
-        after = _depth_after(body[at:end], depth)
+        after = _depth_after(body[offset:end], depth)
         if after is None and size > FIRST_BYTES:
             size //= 2
             continue
         if after is None:
-            return at + _length_of(body[at:end], depth)
-        depth, walked = after, walked + end - at
-        at = end
+            return offset + _length_of(body[offset:end], depth)
+        depth, walked = after, walked + end - offset
+        offset = end
         if end < cut:
-            at = yield from _string(body, end)
+            offset = yield from _string(body, end)
         else:
             size = min(size * 2, SLICE_BYTES)
         if walked >= SLICE_BYTES:

@@ -56,17 +56,17 @@ def model_spans(route: Route, body: bytes, facts: HeadFacts, read: str | None = 
         members = find_members(body, object_at(body))
         return sorted((*_named_once(members), *_of_items(route, body, members)))
     if route.body_kind is FORM:
-        return _only(form_values(body, facts.content_type, "model"))
+        return _at_most_one(form_values(body, facts.content_type, "model"))
     return []
 
 
 def _only_span(body: bytes, model: str) -> Span | None:
     """The span of the value without a walk, if the key occurs only once in the text: then it must
     be the one that was read. None if that is not certain."""
-    at = body.find(_MODEL)
-    name_end = at + len(_MODEL)
+    name_start = body.find(_MODEL)
+    name_end = name_start + len(_MODEL)
     if (
-        at < 0
+        name_start < 0
         or body.find(_MODEL, name_end) >= 0
         or (body.find(_BACKSLASH) >= 0 and body.find(ESCAPED_LETTER) >= 0)
     ):
@@ -92,9 +92,11 @@ def session_spans(first: str | bytes) -> list[Span]:
     ]
     if not objects:
         return _named_once(members)
-    start, end = _only((member.value_at, member.end) for member in objects)[0]
+    start, end = _at_most_one((member.value_at, member.end) for member in objects)[0]
     inside = find_members(text[start:end])
-    return [(start + at, start + to) for at, to in _named_once(inside)]
+    return [
+        (start + inner_start, start + inner_end) for inner_start, inner_end in _named_once(inside)
+    ]
 
 
 def walk_model_spans(body: bytes) -> Generator[None, None, list[Span]]:
@@ -109,13 +111,13 @@ def walk_model_spans(body: bytes) -> Generator[None, None, list[Span]]:
 
 
 def _named_once(members: Iterable[JsonMember]) -> list[Span]:
-    return _only(
+    return _at_most_one(
         (member.value_at, member.end) for member in members if key_text(member.name) == "model"
     )
 
 
-def _only(found: Iterable[Span]) -> list[Span]:
-    spans = list(found)
+def _at_most_one(candidates: Iterable[Span]) -> list[Span]:
+    spans = list(candidates)
     if len(spans) > 1:
         message = "the body names its model twice, so it is not clear which one is meant"
         raise HttpError(400, message, "duplicate_key")
@@ -129,17 +131,17 @@ def check_form(body: bytes, content_type: bytes) -> None:
     delimiter = b"\r\n--" + b"".join(boundaries)
     if len(boundaries) != 1 or not body.startswith(delimiter[2:]):
         raise _unclear()
-    models, at = 0, len(delimiter) - 2
+    models, offset = 0, len(delimiter) - 2
     for _ in range(MAX_PARTS):
-        if body[at : at + 2] == b"--" and not body[at + 2 : at + 64].strip(b"\r\n"):
+        if body[offset : offset + 2] == b"--" and not body[offset + 2 : offset + 64].strip(b"\r\n"):
             break
-        head, blank, value = body[at : at + MAX_PART_HEAD_BYTES].partition(b"\r\n\r\n")
+        head, blank, value = body[offset : offset + MAX_PART_HEAD_BYTES].partition(b"\r\n\r\n")
         name = _name_of_part(head)
         if not blank or name is None or value.startswith(delimiter[2:]):
             raise _unclear()
         models += name == b"model"
-        at = body.find(delimiter, at + len(head) + len(blank)) + len(delimiter)
-        if at < len(delimiter):
+        offset = body.find(delimiter, offset + len(head) + len(blank)) + len(delimiter)
+        if offset < len(delimiter):
             raise _unclear()
     else:
         raise _unclear()
@@ -151,11 +153,11 @@ def check_form(body: bytes, content_type: bytes) -> None:
 def _name_of_part(head: bytes) -> bytes | None:
     """In lower case; None for a head that parsers may read differently."""
     first, *lines = head.split(b"\r\n")
-    named = [line for line in lines if _IS_DISPOSITION.match(line)]
-    found = _DISPOSITION.match(named[0]) if len(named) == 1 else None
-    if first or found is None or _AMBIGUOUS_LINE_END.search(head):
+    dispositions = [line for line in lines if _IS_DISPOSITION.match(line)]
+    match = _DISPOSITION.match(dispositions[0]) if len(dispositions) == 1 else None
+    if first or match is None or _AMBIGUOUS_LINE_END.search(head):
         return None
-    return found[1].lower()
+    return match[1].lower()
 
 
 def _unclear() -> HttpError:
@@ -172,32 +174,35 @@ def _of_items(route: Route, body: bytes, members: Iterable[JsonMember]) -> Itera
         for start, end in _elements(body, member.value_at, member.end):
             if body.startswith(b"{", start):
                 inside = find_members(bytes(body[start:end]))
-                yield from ((start + at, start + to) for at, to in _named_once(inside))
+                yield from (
+                    (start + inner_start, start + inner_end)
+                    for inner_start, inner_end in _named_once(inside)
+                )
 
 
 def _elements(body: bytes, start: int, end: int) -> Iterator[Span]:
     """Spans of the elements, if the value is a list. Raises HttpError 400."""
     elements = read_elements(msgspec.Raw(bytes(body[start:end])))
-    at = _next(body, start + 1)
+    offset = _next_element(body, start + 1)
     for element in elements:
-        yield at, at + len(element)
-        at = _next(body, at + len(element))
-    if body.startswith(b"[", start) and at != end - 1:
+        yield offset, offset + len(element)
+        offset = _next_element(body, offset + len(element))
+    if body.startswith(b"[", start) and offset != end - 1:
         raise invalid_json()  # contains NaN, or is nested too deeply
 
 
-def _next(body: bytes, at: int) -> int:
-    found = _TO_ELEMENT.match(body, at)
-    return found.end() if found is not None else at
+def _next_element(body: bytes, offset: int) -> int:
+    match = _TO_ELEMENT.match(body, offset)
+    return match.end() if match is not None else offset
 
 
 def with_model(body: bytes, spans: Sequence[Span], model: str, *, is_json: bool) -> Parts:
     """The body with these values replaced by `model`, in parts that refer to it."""
     text = json.dumps(model) if is_json else model
-    value, view, at = text.encode(), memoryview(body), 0
+    value, view, offset = text.encode(), memoryview(body), 0
     parts: Parts = []
     for start, end in spans:
-        parts += view[at:start], value
-        at = end
-    parts.append(view[at:])
+        parts += view[offset:start], value
+        offset = end
+    parts.append(view[offset:])
     return parts

@@ -86,10 +86,10 @@ def join_token_ids(raw: msgspec.Raw) -> tuple[bytes, int | None]:
 def _only_list(fields: BodyFields) -> msgspec.Raw | None:
     """The only value that may be a list of ids; None if there are more, or none."""
     if isinstance(fields, KeyedBodyFields):
-        given = [raw for _, raw in fields.keyed]
+        values = [raw for _, raw in fields.keyed]
     else:
-        given = [raw for raw in _sources(fields) if is_given(raw)]
-    return given[0] if len(given) == 1 and starts_with(given[0], b"[") else None
+        values = [raw for raw in _sources(fields) if is_given(raw)]
+    return values[0] if len(values) == 1 and starts_with(values[0], b"[") else None
 
 
 # Fields that a chat template uses in addition to the messages.
@@ -108,13 +108,13 @@ def tokenize_body(requirements: Requirements) -> bytes | None:
         return None
     if requirements.large_body_class or requirements.mask & MEDIA:
         return None
-    given = [raw for raw in _texts(fields) if is_given(raw)]
-    if len(given) != 1 or any(map(is_given, _not_tokenized(fields))):
+    texts = [raw for raw in _texts(fields) if is_given(raw)]
+    if len(texts) != 1 or any(map(is_given, _not_tokenized(fields))):
         return None
     is_chat = is_given(fields.messages)
-    if not starts_with(given[0], b"[" if is_chat else b'"'):
+    if not starts_with(texts[0], b"[" if is_chat else b'"'):
         return None
-    values = {"messages" if is_chat else "prompt": given[0]}
+    values = {"messages" if is_chat else "prompt": texts[0]}
     if requirements.model is not None:
         values["model"] = msgspec.Raw(msgspec.json.encode(requirements.model))
     if is_chat:

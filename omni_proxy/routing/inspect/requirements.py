@@ -413,14 +413,18 @@ def _apply_hints(
         if not model:
             raise bad_request(f"{HINT_PREFIX_TEXT}model must not be empty")
         if source and requirements.model is not None and requirements.model != model:
-            raise bad_request(f"{HINT_PREFIX_TEXT}model conflicts with {_the(source)} model")
+            raise bad_request(
+                f"{HINT_PREFIX_TEXT}model conflicts with {_source_text(source)} model"
+            )
         requirements.model = model
     if b"stream" in hints:
         stream_hint = hints[b"stream"].strip().lower()
         if stream_hint not in (b"true", b"false"):
             raise bad_request(f"{HINT_PREFIX_TEXT}stream must be true or false")
         if source and (stream_hint == b"true") != requirements.stream:
-            raise bad_request(f"{HINT_PREFIX_TEXT}stream conflicts with {_the(source)} stream")
+            raise bad_request(
+                f"{HINT_PREFIX_TEXT}stream conflicts with {_source_text(source)} stream"
+            )
         requirements.stream = stream_hint == b"true"
         requirements.mask |= STREAMING if requirements.stream else 0
     if b"capabilities" in hints:
@@ -431,7 +435,7 @@ def _apply_hints(
         requirements.mask |= mask
 
 
-def _the(source: str) -> str:
+def _source_text(source: str) -> str:
     return source if source == "JSON body" else f"the {source}"
 
 

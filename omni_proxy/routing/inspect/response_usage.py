@@ -78,10 +78,10 @@ def counts_in(body: bytes) -> tuple[int | None, int | None]:
     """Prompt tokens and completion tokens in a response that ends with `body`."""
     end = body
     if len(body) > SHORT or not body.startswith(b"{"):
-        at = body.rfind(USAGE, -TAIL_BYTES)
-        if at < 0:
+        offset = body.rfind(USAGE, -TAIL_BYTES)
+        if offset < 0:
             return None, None
-        end = b"{" + body[at:].partition(b"\n\n")[0]  # up to the end of the event
+        end = b"{" + body[offset:].partition(b"\n\n")[0]  # up to the end of the event
     try:
         usage = _decode_end(end).usage
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -97,10 +97,10 @@ def counts_in(body: bytes) -> tuple[int | None, int | None]:
 
 def _counts_anywhere(body: bytes) -> tuple[int | None, int | None]:
     """Like `counts_in`, by the value of the last `usage` key at any depth of the body."""
-    at = body.rfind(USAGE, -TAIL_BYTES)
-    if at < 0:
+    offset = body.rfind(USAGE, -TAIL_BYTES)
+    if offset < 0:
         return None, None
-    text = body[at + len(USAGE) :].decode("utf-8", "replace").lstrip(": \t\r\n")
+    text = body[offset + len(USAGE) :].decode("utf-8", "replace").lstrip(": \t\r\n")
     try:
         usage, _ = _decoder.raw_decode(text)
     except (ValueError, RecursionError):
@@ -127,36 +127,36 @@ def _is_count(value: object) -> bool:
 def read_cached_tokens(body: bytes) -> tuple[int, int] | None:
     """(cached tokens, prompt tokens) of a response that ends with `body`; the first is never larger
     than the second. None if the response does not report both."""
-    at = body.rfind(_PROMPT, -TAIL_BYTES)
-    common = _COMMON_FORM.match(body, at) if at >= 0 else None
+    offset = body.rfind(_PROMPT, -TAIL_BYTES)
+    common = _COMMON_FORM.match(body, offset) if offset >= 0 else None
     if common is not None:
         total, cached = int(common[1]), int(common[2])
         if total:
             return (cached if cached < total else total), total  # noqa: FURB136 - each request
-    at = body.rfind(_CACHED, -TAIL_BYTES)
-    if at < 0:
+    offset = body.rfind(_CACHED, -TAIL_BYTES)
+    if offset < 0:
         return _read_anthropic(body) if body.rfind(_READ, -TAIL_BYTES) >= 0 else None
-    found = _COUNT.match(body, at + len(_CACHED))
-    if found is None:
+    match = _COUNT.match(body, offset + len(_CACHED))
+    if match is None:
         return None
-    cached, at = int(found[1]), body.rfind(_PROMPT)
-    found = _COUNT.match(body, at + len(_PROMPT)) if at >= 0 else None
-    prompt = int(found[1]) if found is not None else _last(body, _INPUT)
+    cached, offset = int(match[1]), body.rfind(_PROMPT)
+    match = _COUNT.match(body, offset + len(_PROMPT)) if offset >= 0 else None
+    prompt = int(match[1]) if match is not None else _last_count(body, _INPUT)
     if not prompt:
         return None
     return (cached if cached < prompt else prompt), prompt  # noqa: FURB136 - each request
 
 
 def _read_anthropic(body: bytes) -> tuple[int, int] | None:
-    cached = _last(body, _READ)
-    computed = _last(body, _INPUT) if cached is not None else None
+    cached = _last_count(body, _READ)
+    computed = _last_count(body, _INPUT) if cached is not None else None
     if cached is None or computed is None:
         return None
-    prompt = cached + computed + (_last(body, _CREATED) or 0)
+    prompt = cached + computed + (_last_count(body, _CREATED) or 0)
     return (cached, prompt) if prompt else None
 
 
-def _last(body: bytes, key: bytes) -> int | None:
-    at = body.rfind(key, -TAIL_BYTES)
-    found = _COUNT.match(body, at + len(key)) if at >= 0 else None
-    return int(found[1]) if found is not None else None
+def _last_count(body: bytes, key: bytes) -> int | None:
+    offset = body.rfind(key, -TAIL_BYTES)
+    match = _COUNT.match(body, offset + len(key)) if offset >= 0 else None
+    return int(match[1]) if match is not None else None

@@ -101,11 +101,11 @@ class EngineIds:
         self, worker: Worker, rank: int, random_below: RandomBelow
     ) -> tuple[bytes, bytes] | None:
         """Like `transfer_params`; None if `find` returns None."""
-        known = self._known.get(worker.url)
-        if known is None or known[0] != worker.instance or rank not in known[1]:
+        entry = self._known.get(worker.url)
+        if entry is None or entry[0] != worker.instance or rank not in entry[1]:
             return None
         address = bootstrap_address(worker.url, worker.bootstrap_port or 0)
-        return transfer_params(address, known[1][rank], random_below)
+        return transfer_params(address, entry[1][rank], random_below)
 
     def keep(self, worker: Worker, engine_ids: Mapping[int, str]) -> None:
         """`engine_ids`: by data-parallel rank."""

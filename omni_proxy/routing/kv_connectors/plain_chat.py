@@ -103,8 +103,8 @@ def sglang_chat(
         return rid, both, both
     if body.find(_PREFILL_RANK) >= 0:
         return None
-    own = b"%b:%d," % (_PREFILL_RANK, prefill_rank)
-    return rid, both, b"".join((beginning, keys, own, rest))
+    rank_field = b"%b:%d," % (_PREFILL_RANK, prefill_rank)
+    return rid, both, b"".join((beginning, keys, rank_field, rest))
 
 
 @lru_cache(maxsize=4096)
@@ -129,13 +129,15 @@ def one_token_chat(body: bytes, fields: BodyFields | None, params: bytes) -> byt
     limit = fields.max_tokens
     if not limit:
         return b"".join((_PARAMS, params, _NO_STREAM_ONE_TOKEN, body[1:]))
-    at = body.find(_MAX_TOKENS)
-    end = at + len(_MAX_TOKENS)
-    if at < 0 or body.find(_MAX_TOKENS, end) >= 0:
+    key_start = body.find(_MAX_TOKENS)
+    end = key_start + len(_MAX_TOKENS)
+    if key_start < 0 or body.find(_MAX_TOKENS, end) >= 0:
         return None
     value = bytes(limit)
-    at = body.find(value, end)  # see `_value_at`
-    return b"".join((_PARAMS, params, _NO_STREAM, body[1:at], _ONE, body[at + len(value) :]))
+    value_start = body.find(value, end)  # see `_value_at`
+    return b"".join(
+        (_PARAMS, params, _NO_STREAM, body[1:value_start], _ONE, body[value_start + len(value) :])
+    )
 
 
 def _one_token_of(body: bytes, fields: ChatFields, params: bytes) -> bytes | None:
@@ -170,20 +172,20 @@ def _replaced(
     if len(places) > 1:
         places.sort()
     start = 1
-    for at, size, text in places:
-        if at < 0:
+    for offset, size, text in places:
+        if offset < 0:
             return None
-        parts += body[start:at], text
-        start = at + size
+        parts += body[start:offset], text
+        start = offset + size
     parts.append(body[start:])
     return b"".join(parts)
 
 
 def _value_at(body: bytes, quoted: bytes, value: bytes) -> int:
     """Offset of the value of a top-level key, if its name occurs only once in the text; else -1."""
-    at = body.find(quoted)
-    end = at + len(quoted)
-    if at < 0 or body.find(quoted, end) >= 0:
+    key_start = body.find(quoted)
+    end = key_start + len(quoted)
+    if key_start < 0 or body.find(quoted, end) >= 0:
         return -1
     return body.find(value, end)  # only a colon and blanks are before it
 

@@ -119,9 +119,9 @@ def sglang_legs(
     }  # fmt: skip
     client_rid = body.value("rid")
     wants_logprobs = path == "/generate" and _wants(body.value("return_logprob"))
-    given = client_rid if client_rid != b"null" else b""
+    given_rid = client_rid if client_rid != b"null" else b""
     text = _KEYS % (hosts, ports, rooms, rids)
-    return SglangLegs(edits, edits, text, rid, given, wants_logprobs)
+    return SglangLegs(edits, edits, text, rid, given_rid, wants_logprobs)
 
 
 @lru_cache(maxsize=4096)
@@ -161,9 +161,9 @@ _DATA: Final = re.compile(rb"(?m)^(data: ?)(\{.*\})\r?$")
 Logprobs = Mapping[int, bytes]  # by index of the prompt: the elements of its list, as JSON
 
 
-def is_one_id(given: bytes) -> bool:
+def is_one_id(rid: bytes) -> bool:
     """Whether this `rid`, given as JSON, is one id for the whole request."""
-    return given.startswith(b'"') and given != b'""'
+    return rid.startswith(b'"') and rid != b'""'
 
 
 class ClientIds:
@@ -171,10 +171,10 @@ class ClientIds:
 
     __slots__ = ("_base", "_by_number", "_whole")
 
-    def __init__(self, rid: str, given: bytes) -> None:
-        raw = msgspec.Raw(given)
+    def __init__(self, rid: str, client_rid: bytes) -> None:
+        raw = msgspec.Raw(client_rid)
         self._base = rid.encode()
-        self._whole = given[1:-1] if starts_with(raw, b'"') else b""
+        self._whole = client_rid[1:-1] if starts_with(raw, b'"') else b""
         self._by_number = [
             bytes(item)[1:-1] if starts_with(item, b'"') else b"" for item in read_elements(raw)
         ]
@@ -187,10 +187,10 @@ class ClientIds:
         pattern = re.compile(re.escape(self._base) + rb"(?:_([0-9]{1,9}))?\b")
         return pattern.sub(self._numbered, text)
 
-    def _numbered(self, found: re.Match[bytes]) -> bytes:
-        number = int(found[1] or 0)  # without a number it is not a batch
-        known = self._by_number[number] if number < len(self._by_number) else b""
-        return known or found[0]
+    def _numbered(self, match: re.Match[bytes]) -> bytes:
+        number = int(match[1] or 0)  # without a number it is not a batch
+        client_id = self._by_number[number] if number < len(self._by_number) else b""
+        return client_id or match[0]
 
 
 class ResponseRewriter:
@@ -215,7 +215,7 @@ class ResponseRewriter:
         rest = self._rest
         start = max(0, len(rest) - _BLANK_BYTES + 1)  # earlier bytes were searched already
         rest += payload
-        end = max((found.end() for found in _BLANK_LINE.finditer(rest, start)), default=0)
+        end = max((match.end() for match in _BLANK_LINE.finditer(rest, start)), default=0)
         if not end:
             if len(rest) > MAX_EVENT_BYTES:
                 raise UpstreamProtocolError(f"an event of more than {MAX_EVENT_BYTES} bytes")
@@ -235,26 +235,26 @@ class ResponseRewriter:
             events = _DATA.sub(self._merged_event, events)
         return events if self._ids is None else self._ids.restore(events)
 
-    def _merged_event(self, found: re.Match[bytes]) -> bytes:
-        prefix, event = found[1], found[2]
-        end = found[0][len(prefix) + len(event) :]
+    def _merged_event(self, match: re.Match[bytes]) -> bytes:
+        prefix, event = match[1], match[2]
+        end = match[0][len(prefix) + len(event) :]
         return prefix + _merged(event, self._logprobs, None) + end
 
 
 def read_logprobs(answer: bytes, *, stream: bool) -> Logprobs:
     """The log probabilities in a prefill engine's complete response; {} if it has none."""
-    found: dict[int, bytes] = {}
+    logprobs: dict[int, bytes] = {}
     if stream:
         for event in _DATA.finditer(answer):
             number, elements = _logprobs_of(event[2], None)
             if elements:
-                found[number] = elements
-        return found
+                logprobs[number] = elements
+        return logprobs
     for position, item in enumerate(_items(answer)):
         number, elements = _logprobs_of(item, position)
         if elements:
-            found[number] = elements
-    return found
+            logprobs[number] = elements
+    return logprobs
 
 
 def _items(answer: bytes) -> list[bytes]:
@@ -285,12 +285,12 @@ def _merged_batch(body: bytes, logprobs: Logprobs) -> bytes:
     text = body.strip()
     if not is_list(msgspec.Raw(text)):
         return _merged(body, logprobs, 0)
-    parts, at = [], 0
+    parts, offset = [], 0
     for position, item in enumerate(_items(text)):
-        start = text.index(item, at)
-        parts += [text[at:start], _merged(item, logprobs, position)]
-        at = start + len(item)
-    return b"".join([*parts, text[at:]])
+        start = text.index(item, offset)
+        parts += [text[offset:start], _merged(item, logprobs, position)]
+        offset = start + len(item)
+    return b"".join([*parts, text[offset:]])
 
 
 def _merged(item: bytes, logprobs: Logprobs, position: int | None) -> bytes:
@@ -301,8 +301,8 @@ def _merged(item: bytes, logprobs: Logprobs, position: int | None) -> bytes:
         before, meta = logprobs.get(number, b""), outer.value(META)
         if not before or not meta.startswith(b"{"):
             return item
-        own = JsonText(meta).value(LOGPROBS)
-        after = own.strip()[1:-1].strip() if own.startswith(b"[") else b""
+        item_logprobs = JsonText(meta).value(LOGPROBS)
+        after = item_logprobs.strip()[1:-1].strip() if item_logprobs.startswith(b"[") else b""
         edits: Edits = {META: {LOGPROBS: b"[%b]" % b",".join(filter(None, (before, after)))}}
         return splice(item, edits)
     except HttpError:

@@ -107,8 +107,8 @@ class CacheAware(Policy):
             self._feedback.insert(text, choice.worker, requirements)
             if self._hints is not None:
                 sent = choice.matched if choice.branch in ("matched", "published") else 0
-                known = text.start + sent
-                self._hints.note_prompt(text.whole, known, choice.worker)
+                cached_bytes = text.start + sent
+                self._hints.note_prompt(text.whole, cached_bytes, choice.worker)
         return choice.worker
 
     def preview_pick(
@@ -124,8 +124,8 @@ class CacheAware(Policy):
         self, candidates: Sequence[Worker], requirements: Requirements
     ) -> dict[str, object]:
         text = prompt_text(candidates, requirements)
-        held = self._held(text, candidates)
-        matched = {worker.url: held.get(worker, 0) for worker in candidates}
+        lengths = self._cached_lengths(text, candidates)
+        matched = {worker.url: lengths.get(worker, 0) for worker in candidates}
         reports = self._feedback.facts(candidates)
         costs: dict[str, object] = {}
         if self._rules.score == "cost" and text.whole:
@@ -145,7 +145,7 @@ class CacheAware(Policy):
         if not text.whole:
             return b"", {}
         mark = text.start - 1  # the mark before the text does not count
-        return text.whole[mark:], self._held(text, candidates)
+        return text.whole[mark:], self._cached_lengths(text, candidates)
 
     def record_pick(self, worker: Worker, requirements: Requirements) -> None:
         text = prompt_text((worker,), requirements)
@@ -227,13 +227,15 @@ class CacheAware(Policy):
             return self._by_cost(candidates, text, requirements)
         depth, holders = self._tree.match(text.key, self._mask_of(candidates))
         matched, branch = text.matching(depth), "matched"
-        named: Sequence[Worker] | None = None
+        matching_workers: Sequence[Worker] | None = None
         if self._hints is not None and (hinted := self._hinted_lengths(text, matched, candidates)):
             matched, branch = max(hinted.values()), "published"
-            named = [worker for worker, length in hinted.items() if length == matched]
+            matching_workers = [worker for worker, length in hinted.items() if length == matched]
         if matched > rules.cache_threshold * text.length:
-            named = self._tree.named(holders) if named is None else named
-            choice = self._among_holders(matched, named, branch)
+            matching_workers = (
+                self._tree.named(holders) if matching_workers is None else matching_workers
+            )
+            choice = self._among_holders(matched, matching_workers, branch)
             if rules.spill == "chosen" and self._spills(choice.worker, candidates):
                 return self._shortest_queue(candidates, "spilled", choice)
             return choice
@@ -252,30 +254,32 @@ class CacheAware(Policy):
         hinted = self._hints.hinted_lengths(text.whole, text.start + matched, candidates)
         return {worker: length - text.start for worker, length in hinted.items()}
 
-    def _held(
+    def _cached_lengths(
         self, text: PromptText, candidates: Sequence[Worker], mask: int = -1
     ) -> dict[Worker, int]:
         """Bytes of the text by worker, for workers that hold any."""
         matching = (
             (w, text.matching(depth)) for w, depth in self._tree.depths(text.key, mask).items()
         )
-        held = {worker: length for worker, length in matching if length}
+        lengths = {worker: length for worker, length in matching if length}
         for worker, length in self._hinted_lengths(text, 0, candidates).items():
-            held[worker] = max(length, held.get(worker, 0))
-        return held
+            lengths[worker] = max(length, lengths.get(worker, 0))
+        return lengths
 
-    def _without_match(self, candidates: Sequence[Worker], more: int, matched: int) -> CacheChoice:
-        """`more`: bytes that the tree of the chosen worker grows by."""
+    def _without_match(
+        self, candidates: Sequence[Worker], added_bytes: int, matched: int
+    ) -> CacheChoice:
+        """`added_bytes`: bytes that the tree of the chosen worker grows by."""
         if self._rules.fallback == "least_loaded":
             return self._shortest_queue(candidates, "least_loaded", matched=matched)
-        return self._smallest_tree(candidates, more, matched)
+        return self._smallest_tree(candidates, added_bytes, matched)
 
     def _by_cost(
         self, candidates: Sequence[Worker], text: PromptText, requirements: Requirements
     ) -> CacheChoice:
         cost = self._cost(candidates, text, requirements)
         worker, ties = cheapest(cost, candidates, self._turn)
-        choice = CacheChoice(worker, "cost", ties, cost.held.get(worker, 0), cost=cost)
+        choice = CacheChoice(worker, "cost", ties, cost.cached_bytes.get(worker, 0), cost=cost)
         if self._rules.spill == "chosen" and self._spills(worker, candidates):
             return self._shortest_queue(candidates, "spilled", choice)
         return choice
@@ -283,9 +287,9 @@ class CacheAware(Policy):
     def _cost(
         self, candidates: Sequence[Worker], text: PromptText, requirements: Requirements
     ) -> PromptCost:
-        held = self._held(text, candidates, self._mask_of(candidates))
+        lengths = self._cached_lengths(text, candidates, self._mask_of(candidates))
         tokens = count_prompt_tokens(text.length, requirements)
-        return PromptCost(tokens, held, self._feedback.reports, self._rules)
+        return PromptCost(tokens, lengths, self._feedback.reports, self._rules)
 
     def _shortest_queue(
         self,
@@ -309,14 +313,14 @@ class CacheAware(Policy):
         return CacheChoice(worker, branch, ties, matched, tuple(holders))
 
     def _smallest_tree(
-        self, candidates: Sequence[Worker], more: int, matched: int = 0
+        self, candidates: Sequence[Worker], added_bytes: int, matched: int = 0
     ) -> CacheChoice:
         of, small = self._small
         if of is candidates and small:
             return CacheChoice(small[-1], "smallest_tree", 0, matched)
         sizes = self._sizes(candidates)
         spared = self._slow_start.spared(candidates, sizes)
-        ranked = _small_alike(candidates, sizes, spared, more)
+        ranked = _small_alike(candidates, sizes, spared, added_bytes)
         if self._feedback.is_small_by_eviction(candidates[min(ranked)[2]], candidates):
             ranked = _ranks(candidates, sizes, spared)
         best = min(ranked)[:2]
@@ -379,10 +383,10 @@ class CacheAware(Policy):
     def _spills(self, worker: Worker, candidates: Sequence[Worker]) -> bool:
         self._weights.take(candidates)
         mean = sum(map(self._load, candidates)) / len(candidates)
-        own = self._load(worker)
+        load = self._load(worker)
         rules = self._rules
-        return own > rules.balance_rel_threshold * mean and (
-            own > mean + rules.balance_abs_threshold
+        return load > rules.balance_rel_threshold * mean and (
+            load > mean + rules.balance_abs_threshold
         )
 
     def _words(self, choice: CacheChoice, text: PromptText) -> str:
@@ -412,10 +416,10 @@ class CacheAware(Policy):
             return f"only {share}, {queue}"
         size = self._tree.size_of(worker)
         spared = ", ".join(candidate.display_id for candidate in choice.spared)
-        more = f" (not {spared}, which warms up)" if spared else ""
+        warming_note = f" (not {spared}, which warms up)" if spared else ""
         smaller = any(size_of_other < size / worker.weight for _, size_of_other, _ in choice.ranked)
-        which = "a small tree with the shortest queue" if smaller else "the smallest tree"
-        return f"only {share}, {which} is taken: {size} bytes{more}"
+        tree_text = "a small tree with the shortest queue" if smaller else "the smallest tree"
+        return f"only {share}, {tree_text} is taken: {size} bytes{warming_note}"
 
 
 def _reuse_count(candidates: Sequence[Worker], candidate: int) -> int:
@@ -425,11 +429,14 @@ def _reuse_count(candidates: Sequence[Worker], candidate: int) -> int:
 
 
 def _small_alike(
-    candidates: Sequence[Worker], sizes: Sequence[float], spared: Collection[Worker], more: int
+    candidates: Sequence[Worker],
+    sizes: Sequence[float],
+    spared: Collection[Worker],
+    added_bytes: int,
 ) -> list[_Rank]:
-    """Ranks of workers whose tree is the smallest or hardly larger; `more`: bytes to be added."""
+    """Ranks of workers whose tree is the smallest or hardly larger; `added_bytes`: to be added."""
     rest = _ranks(candidates, sizes, spared)
-    bound = min(size for _, size, _ in rest) * ALIKE + more
+    bound = min(size for _, size, _ in rest) * ALIKE + added_bytes
     return [rank for rank in rest if rank[1] <= bound]
 
 

@@ -33,18 +33,18 @@ def count_prompt_tokens(length: int, requirements: Requirements) -> int:
     return -(-length // BYTES_PER_TOKEN)
 
 
-def uncached_tokens(tokens: int, held: int) -> int:
-    """Uncached tokens of a prompt of `tokens` tokens, if `held` bytes of its text are cached."""
-    return max(0, tokens - held // BYTES_PER_TOKEN)
+def uncached_tokens(tokens: int, cached_bytes: int) -> int:
+    """Uncached tokens of a prompt of `tokens` tokens, if `cached_bytes` of its text are cached."""
+    return max(0, tokens - cached_bytes // BYTES_PER_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptCost:
-    """`tokens`: length of the prompt. `held`: cached bytes of its text, for workers that have any.
+    """`tokens`: length of the prompt. `cached_bytes`: of its text, for workers that have any.
     `rules`: the weights of the cost."""
 
     tokens: int
-    held: Mapping[Worker, int]
+    cached_bytes: Mapping[Worker, int]
     reports: Mapping[Worker, CacheReports]
     rules: CacheAwareConfig
 
@@ -58,20 +58,26 @@ class PromptCost:
         }
 
     def uncached(self, worker: Worker) -> int:
-        return uncached_tokens(self.tokens, self.held.get(worker, 0))
+        return uncached_tokens(self.tokens, self.cached_bytes.get(worker, 0))
 
     def of(self, workers: Collection[Worker]) -> list[float]:
         """The cost at each worker, in their order."""
-        held, reports, each = self.held, self.reports, self.rules.request_cost_tokens
+        cached_bytes, reports, request_cost = (
+            self.cached_bytes,
+            self.reports,
+            self.rules.request_cost_tokens,
+        )
         factor, tokens = self.rules.uncached_weight, self.tokens
         costs: list[float] = []
         for worker in workers:
-            uncached = uncached_tokens(tokens, held[worker]) if worker in held else tokens
+            uncached = (
+                uncached_tokens(tokens, cached_bytes[worker]) if worker in cached_bytes else tokens
+            )
             # inlined: load_of
-            cost = factor * uncached + each * (worker.in_flight + worker.load_offset)
-            known = reports.get(worker)
-            if known is not None:
-                cost += known.backlog
+            cost = factor * uncached + request_cost * (worker.in_flight + worker.load_offset)
+            report = reports.get(worker)
+            if report is not None:
+                cost += report.backlog
             costs.append(cost / worker.weight)
         return costs
 
@@ -79,14 +85,18 @@ class PromptCost:
 def cheapest(cost: PromptCost, candidates: Sequence[Worker], turn: int) -> tuple[Worker, int]:
     """The worker with the lowest cost, and how many have that cost; `turn` rotates among these."""
     if len(candidates) > EXACT:
-        candidates = _some(cost, candidates, turn)
+        candidates = _sample(cost, candidates, turn)
     costs = cost.of(candidates)
     lowest = min(costs)
-    ties = [worker for worker, each in zip(candidates, costs, strict=True) if each == lowest]
+    ties = [
+        worker
+        for worker, worker_cost in zip(candidates, costs, strict=True)
+        if worker_cost == lowest
+    ]
     return ties[turn % len(ties)], len(ties)
 
 
-def _some(cost: PromptCost, candidates: Sequence[Worker], turn: int) -> list[Worker]:
+def _sample(cost: PromptCost, candidates: Sequence[Worker], turn: int) -> list[Worker]:
     start = turn * EXACT % len(candidates)
     others = [*candidates[start : start + EXACT], *candidates[:EXACT]]
-    return list(dict.fromkeys([*cost.held, *others[:EXACT]]))
+    return list(dict.fromkeys([*cost.cached_bytes, *others[:EXACT]]))

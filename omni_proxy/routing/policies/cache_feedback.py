@@ -85,16 +85,18 @@ class CacheFeedback:
             self, worker, reports, inserted, start, len(whole) - start, 0, number
         )
         if counts_cost:
-            held = text.matching(inserted.held) if inserted is not None else 0
+            cached_bytes = text.matching(inserted.held) if inserted is not None else 0
             tokens = count_prompt_tokens(text.length, requirements)
-            prediction.uncached = uncached_tokens(tokens, held)
+            prediction.uncached = uncached_tokens(tokens, cached_bytes)
         if requirements.mask & MEDIA or not has_one_prompt(requirements.body_fields):
             # The reported tokens include media, or several prompts.
             prediction.text, prediction.length = None, 0
-        self._sent(prediction, reports, requirements)
+        self._record_sent(prediction, reports, requirements)
 
-    def expect(self, worker: Worker, requirements: Requirements, tokens: int, held: int) -> None:
-        """A prompt of `tokens` tokens is sent to the worker, which has `held` of them cached."""
+    def expect(
+        self, worker: Worker, requirements: Requirements, tokens: int, cached_tokens: int
+    ) -> None:
+        """A prompt of `tokens` tokens is sent to the worker, which has `cached_tokens` of them."""
         reports = self.reports.get(worker) or self._reports_of(worker)
         self._number = number = self._number + 1
         if not self.rules.feedback:
@@ -104,8 +106,8 @@ class CacheFeedback:
             self._end_attempt(requirements)
             return
         reports.skips = reports.period - 1
-        prediction = CachePrediction(self, worker, reports, None, 0, tokens, held, number)
-        self._sent(prediction, reports, requirements)
+        prediction = CachePrediction(self, worker, reports, None, 0, tokens, cached_tokens, number)
+        self._record_sent(prediction, reports, requirements)
 
     def _end_attempt(self, requirements: Requirements) -> None:
         """Drop this policy's predictions of earlier attempts, which don't apply to this one."""
@@ -115,7 +117,7 @@ class CacheFeedback:
         reports = self.reports[worker] = CacheReports()
         return reports
 
-    def _sent(
+    def _record_sent(
         self, prediction: CachePrediction, reports: CacheReports, requirements: Requirements
     ) -> None:
         if requirements.prediction is not None:
@@ -137,12 +139,12 @@ class CacheFeedback:
             # The prediction was by KV events, not by the tree: there is nothing to correct.
             self._judge(prediction, agrees=predicted <= cached + BLOCK_TOKENS)
             return predicted
-        held = length
+        predicted_bytes = length
         if text.held < text.length:
-            held = max(0, text_length(text.held) - prediction.start)
+            predicted_bytes = max(0, text_length(text.held) - prediction.start)
         if length >= CUT_LENGTH:  # the text was cut: the prompt is longer
             length = max(length, sent)
-        predicted = held * prompt // length
+        predicted = predicted_bytes * prompt // length
         reports.note(predicted, cached)
         agrees = predicted <= cached + BLOCK_TOKENS  # the difference may be a partial block
         if self._judge(prediction, agrees=agrees) and not agrees:
@@ -161,10 +163,10 @@ class CacheFeedback:
         bytes_each: float,
     ) -> None:  # fmt: skip
         """Remove prefixes of the worker from the tree if it had clearly less than predicted."""
-        reports, most = prediction.reports, cached + cached // 2 + BLOCK_TOKENS
-        if predicted > most and self.rules.feedback and reports.misses < MISSES:
-            kept = key_length(prediction.start + int(most * bytes_each))
-            self._tree.forget_below(text, prediction.worker, kept, prediction.before)
+        reports, max_cached = prediction.reports, cached + cached // 2 + BLOCK_TOKENS
+        if predicted > max_cached and self.rules.feedback and reports.misses < MISSES:
+            kept_length = key_length(prediction.start + int(max_cached * bytes_each))
+            self._tree.forget_below(text, prediction.worker, kept_length, prediction.before)
             reports.corrections += 1
             self.corrections += 1
 
@@ -179,10 +181,10 @@ class CacheFeedback:
 
     def facts(self, workers: Iterable[Worker]) -> dict[str, dict[str, int]]:
         """JSON-serializable facts by URL, of workers that have reported anything."""
-        known = ((worker, self.reports.get(worker)) for worker in workers)
+        pairs = ((worker, self.reports.get(worker)) for worker in workers)
         return {
             worker.url: reports.to_dict()
-            for worker, reports in known
+            for worker, reports in pairs
             if reports is not None and reports.answers
         }
 

@@ -47,7 +47,7 @@ class _Group(NamedTuple):
     mask: int
 
 
-class _Known(NamedTuple):
+class _GroupedWorkers(NamedTuple):
     """The candidates: exact ones in `by_url`, the others in `rest`; `sizes`: their block sizes."""
 
     candidates: Sequence[Worker]
@@ -58,7 +58,7 @@ class _Known(NamedTuple):
     sizes: frozenset[int]
 
 
-class _Found(NamedTuple):
+class _Match(NamedTuple):
     """The best match. `length` and `matched` are in tokens, or in bytes if `inferred`."""
 
     length: int
@@ -80,28 +80,28 @@ class _Prompt(NamedTuple):
 
     tokens: int
     blocks: dict[int, PromptBlocks]
-    known: _Known
+    workers: _GroupedWorkers
     is_text: bool = False
 
 
-_NONE = _Known((), -1, (), {}, (), frozenset())
+_NO_WORKERS = _GroupedWorkers((), -1, (), {}, (), frozenset())
 
 
 class EventAware(CacheAware):
     """Without `use_blocks` it behaves like `CacheAware`."""
 
-    __slots__ = ("_blocks", "_by_events", "_known", "_recent", "_tokenizes")
+    __slots__ = ("_blocks", "_by_events", "_grouped", "_recent", "_tokenizes")
 
     def __init__(self, routing: RoutingConfig, now: float) -> None:
         super().__init__(routing, now)
         self._blocks: BlockIndex | None = None
         self._by_events = routing.cache_aware.source == "events"
         self._tokenizes = routing.cache_aware.tokenize == "engine"
-        self._known = _NONE
+        self._grouped = _NO_WORKERS
         self._recent: dict[bytes, _Recent] = {}  # by a digest of the spelling
 
     def use_blocks(self, blocks: BlockIndex) -> None:
-        self._blocks, self._known = blocks, _NONE
+        self._blocks, self._grouped = blocks, _NO_WORKERS
 
     def reconfigure(self, routing: RoutingConfig) -> bool:
         self._by_events = routing.cache_aware.source == "events"
@@ -115,13 +115,15 @@ class EventAware(CacheAware):
             if self._tokenizes:
                 self._request_tokens(worker, candidates, requirements)
             return worker
-        choice, found = self._choose_known(candidates, requirements, prompt)
+        choice, match = self._choose_by_events(candidates, requirements, prompt)
         if prompt.is_text:
             self._blocks.texts.record_use()
             self._request_tokens(choice.worker, candidates, requirements)
-        self._count_choice(choice, candidates, found.length)
-        held = found.matched if choice.worker in found.holders and not found.inferred else -1
-        self._sent(choice.worker, requirements, prompt, held)
+        self._count_choice(choice, candidates, match.length)
+        cached_tokens = (
+            match.matched if choice.worker in match.holders and not match.inferred else -1
+        )
+        self._record_sent(choice.worker, requirements, prompt, cached_tokens)
         return choice.worker
 
     def preview_pick(
@@ -131,9 +133,9 @@ class EventAware(CacheAware):
         if prompt is None:
             return super().preview_pick(candidates, requirements)
         imbalance = self._imbalance
-        choice, found = self._choose_known(candidates, requirements, prompt)
+        choice, match = self._choose_by_events(candidates, requirements, prompt)
         self._imbalance = imbalance
-        return choice.worker, self._words_of(choice, found)
+        return choice.worker, self._words_of(choice, match)
 
     def explain_pick(
         self, candidates: Sequence[Worker], requirements: Requirements
@@ -143,7 +145,7 @@ class EventAware(CacheAware):
         if prompt is None:
             return facts
         cached = self._cached_tokens(prompt)
-        matched = {url: cached.get(worker, 0) for url, worker in prompt.known.by_url.items()}
+        matched = {url: cached.get(worker, 0) for url, worker in prompt.workers.by_url.items()}
         return {**facts, "prompt_tokens": prompt.tokens, "matched_tokens": matched}
 
     def cached_prefix(
@@ -153,18 +155,18 @@ class EventAware(CacheAware):
         prompt = self._prompt(candidates, requirements)
         if prompt is None or not text:
             return text, cached
-        exact = prompt.known.by_url.values()
-        known = {worker: size for worker, size in cached.items() if worker not in set(exact)}
+        exact = prompt.workers.by_url.values()
+        lengths = {worker: size for worker, size in cached.items() if worker not in set(exact)}
         for worker, tokens in self._cached_tokens(prompt).items():
-            known[worker] = (len(text) - 1) * tokens // prompt.tokens
-        return text, known
+            lengths[worker] = (len(text) - 1) * tokens // prompt.tokens
+        return text, lengths
 
     def record_pick(self, worker: Worker, requirements: Requirements) -> None:
         prompt = self._prompt((worker,), requirements)
         if prompt is None:
             super().record_pick(worker, requirements)
         else:
-            self._sent(worker, requirements, prompt)
+            self._record_sent(worker, requirements, prompt)
 
     @property
     def remembered_prompts(self) -> int:
@@ -193,39 +195,39 @@ class EventAware(CacheAware):
         blocks = self._blocks
         if not self._by_events or blocks is None or not blocks.has_exact:
             return None
-        known = self._known
-        if known.candidates is not candidates or known.generation != blocks.generation:
-            known = self._known = _known_of(candidates, blocks)
-        if not known.groups:
+        workers = self._grouped
+        if workers.candidates is not candidates or workers.generation != blocks.generation:
+            workers = self._grouped = _group_workers(candidates, blocks)
+        if not workers.groups:
             return None
         model = requirements.model
         if model is not None and any(model in worker.adapters for worker in candidates):
             return None
         raw = token_id_list(requirements)
         if raw is None:
-            return self._text_prompt(candidates, requirements, known) if self._tokenizes else None
-        tokens, blocks_by_size = self._blocks_of(raw, known.sizes)
-        return _Prompt(tokens, blocks_by_size, known) if tokens else None
+            return self._text_prompt(candidates, requirements, workers) if self._tokenizes else None
+        tokens, blocks_by_size = self._blocks_of(raw, workers.sizes)
+        return _Prompt(tokens, blocks_by_size, workers) if tokens else None
 
     def _text_prompt(
-        self, candidates: Sequence[Worker], requirements: Requirements, known: _Known
+        self, candidates: Sequence[Worker], requirements: Requirements, workers: _GroupedWorkers
     ) -> _Prompt | None:
         """None if the tree matches more of the text than an engine has tokenized, or no worker has
         its first block: matching by blocks must not be worse than by the tree."""
         blocks, text = self._blocks, prompt_text(candidates, requirements)
         assert blocks is not None
-        found = blocks.texts.find(_marked(text, requirements), text.length)
-        if found is None or self._inferred(text, candidates) > found.shared + MAX_BLOCK:
+        tokenized = blocks.texts.find(_marked(text, requirements), text.length)
+        if tokenized is None or self._inferred(text, candidates) > tokenized.shared + MAX_BLOCK:
             return None
-        by_size = {size: found.known.blocks(size, found.tokens) for size in known.sizes}
+        by_size = {size: tokenized.known.blocks(size, tokenized.tokens) for size in workers.sizes}
         if not any(
             blocks.match(by_size[group.block_size], group.mask, self._now)[0]
-            for group in known.groups
+            for group in workers.groups
             if group.block_size
         ):
             return None
-        whole = text.length * found.known.tokens // found.known.length
-        return _Prompt(max(1, whole, found.tokens), by_size, known, is_text=True)
+        whole = text.length * tokenized.known.tokens // tokenized.known.length
+        return _Prompt(max(1, whole, tokenized.tokens), by_size, workers, is_text=True)
 
     def _request_tokens(
         self, worker: Worker, candidates: Sequence[Worker], requirements: Requirements
@@ -238,8 +240,8 @@ class EventAware(CacheAware):
         if text.length < MIN_BYTES:
             return
         key = _marked(text, requirements)
-        found = blocks.texts.find(key, text.length)
-        if not blocks.texts.should_tokenize(worker.worker.url, text.length, found, self._now):
+        tokenized = blocks.texts.find(key, text.length)
+        if not blocks.texts.should_tokenize(worker.worker.url, text.length, tokenized, self._now):
             return
         body = tokenize_body(requirements)
         if body is not None:
@@ -263,83 +265,83 @@ class EventAware(CacheAware):
         self._recent[digest] = _Recent(ids.tokens, blocks)
         return ids.tokens, blocks
 
-    def _choose_known(
+    def _choose_by_events(
         self, candidates: Sequence[Worker], requirements: Requirements, prompt: _Prompt
-    ) -> tuple[CacheChoice, _Found]:
-        rules, found = self._rules, _Found(prompt.tokens, 0, ())
+    ) -> tuple[CacheChoice, _Match]:
+        rules, match = self._rules, _Match(prompt.tokens, 0, ())
         if rules.spill == "global" and self._imbalanced(candidates):
-            return self._shortest_queue(candidates, "imbalanced"), found
-        found = self._find(prompt, requirements)
-        if found.matched > rules.cache_threshold * found.length:
-            choice = self._among_holders(found.matched, found.holders)
+            return self._shortest_queue(candidates, "imbalanced"), match
+        match = self._best_match(prompt, requirements)
+        if match.matched > rules.cache_threshold * match.length:
+            choice = self._among_holders(match.matched, match.holders)
             if rules.spill == "chosen" and self._spills(choice.worker, candidates):
                 choice = self._shortest_queue(candidates, "spilled", choice)
-            return choice, found
-        if not prompt.known.rest:  # all workers are exact: sizes in the tree mean nothing
+            return choice, match
+        if not prompt.workers.rest:  # all workers are exact: sizes in the tree mean nothing
             choice = self._shortest_queue(candidates, "least_loaded")
-            return choice._replace(matched=found.matched), found
-        return self._without_match(candidates, found.length, found.matched), found
+            return choice._replace(matched=match.matched), match
+        return self._without_match(candidates, match.length, match.matched), match
 
-    def _find(self, prompt: _Prompt, requirements: Requirements) -> _Found:
+    def _best_match(self, prompt: _Prompt, requirements: Requirements) -> _Match:
         """The largest share of the prompt that a worker has."""
-        blocks, known = self._blocks, prompt.known
+        blocks, workers = self._blocks, prompt.workers
         assert blocks is not None
-        best = _Found(prompt.tokens, 0, ())
-        for block_size, mask in known.groups:
+        best = _Match(prompt.tokens, 0, ())
+        for block_size, mask in workers.groups:
             if not block_size:
                 continue
-            depth, held = blocks.match(prompt.blocks[block_size], mask, self._now)
+            depth, holder_mask = blocks.match(prompt.blocks[block_size], mask, self._now)
             if depth * block_size > best.matched:
-                holders = tuple(known.by_url[url] for url in blocks.holders_of(held))
-                best = _Found(prompt.tokens, depth * block_size, holders, block_size)
-        if not known.rest:
+                holders = tuple(workers.by_url[url] for url in blocks.holders_of(holder_mask))
+                best = _Match(prompt.tokens, depth * block_size, holders, block_size)
+        if not workers.rest:
             return best
-        text, cached = super().cached_prefix(known.rest, requirements)
-        sizes = [cached.get(worker, 0) for worker in known.rest]
-        most, length = max(sizes), len(text) - 1
-        if most * best.length <= best.matched * length:
+        text, cached = super().cached_prefix(workers.rest, requirements)
+        sizes = [cached.get(worker, 0) for worker in workers.rest]
+        longest, length = max(sizes), len(text) - 1
+        if longest * best.length <= best.matched * length:
             return best
-        holders = tuple(w for w, size in zip(known.rest, sizes, strict=True) if size == most)
-        return _Found(length, most, holders, inferred=True)
+        holders = tuple(w for w, size in zip(workers.rest, sizes, strict=True) if size == longest)
+        return _Match(length, longest, holders, inferred=True)
 
     def _cached_tokens(self, prompt: _Prompt) -> dict[Worker, int]:
         """Cached tokens by exact worker, for those that have any."""
-        blocks, known = self._blocks, prompt.known
+        blocks, workers = self._blocks, prompt.workers
         assert blocks is not None
         return {
-            known.by_url[url]: depth * group.block_size
-            for group in known.groups
+            workers.by_url[url]: depth * group.block_size
+            for group in workers.groups
             if group.block_size
             for url, depth in blocks.depths(
                 prompt.blocks[group.block_size], group.mask, self._now
             ).items()
         }
 
-    def _sent(
-        self, worker: Worker, requirements: Requirements, prompt: _Prompt, held: int = -1
+    def _record_sent(
+        self, worker: Worker, requirements: Requirements, prompt: _Prompt, cached_tokens: int = -1
     ) -> None:
-        """The prompt is sent to the worker, which will soon have its blocks. `held`: tokens that it
-        has now; -1 if they were not counted."""
-        blocks, known = self._blocks, prompt.known
+        """The prompt is sent to the worker, which will soon have its blocks. `cached_tokens`: those
+        that it has now; -1 if they were not counted."""
+        blocks, workers = self._blocks, prompt.workers
         if blocks is None:
             return
-        own = prompt.blocks.get(blocks.block_size(worker.url))
-        if own is None:
-            held = 0
+        prompt_blocks = prompt.blocks.get(blocks.block_size(worker.url))
+        if prompt_blocks is None:
+            cached_tokens = 0
         else:
-            if held < 0:
+            if cached_tokens < 0:
                 bit = blocks.bit_of(worker.url)
-                held = own.size * blocks.match(own, bit, self._now)[0]
-            if held < own.size * own.count:
-                blocks.predict(worker.url, own, self._now)
-        if known.rest or prompt.is_text:
+                cached_tokens = prompt_blocks.size * blocks.match(prompt_blocks, bit, self._now)[0]
+            if cached_tokens < prompt_blocks.size * prompt_blocks.count:
+                blocks.predict(worker.url, prompt_blocks, self._now)
+        if workers.rest or prompt.is_text:
             super().record_pick(worker, requirements)
-        if worker.url in known.by_url and not prompt.is_text:
-            self._feedback.expect(worker, requirements, prompt.tokens, held)
+        if worker.url in workers.by_url and not prompt.is_text:
+            self._feedback.expect(worker, requirements, prompt.tokens, cached_tokens)
 
-    def _words_of(self, choice: CacheChoice, found: _Found) -> str:
-        unit = "bytes match" if found.inferred else "tokens are cached"
-        return self._words_for(choice, f"{choice.matched} of {found.length} {unit}")
+    def _words_of(self, choice: CacheChoice, match: _Match) -> str:
+        unit = "bytes match" if match.inferred else "tokens are cached"
+        return self._words_for(choice, f"{choice.matched} of {match.length} {unit}")
 
 
 def _marked(text: PromptText, requirements: Requirements) -> bytes:
@@ -348,7 +350,7 @@ def _marked(text: PromptText, requirements: Requirements) -> bytes:
     return tree_key(mark + text.whole) if mark else text.key
 
 
-def _known_of(candidates: Sequence[Worker], blocks: BlockIndex) -> _Known:
+def _group_workers(candidates: Sequence[Worker], blocks: BlockIndex) -> _GroupedWorkers:
     masks: dict[int, int] = {}
     by_url: dict[str, Worker] = {}
     rest: list[Worker] = []
@@ -361,4 +363,4 @@ def _known_of(candidates: Sequence[Worker], blocks: BlockIndex) -> _Known:
         masks[size] = masks.get(size, 0) | blocks.bit_of(worker.url)
     groups = tuple(_Group(size, mask) for size, mask in masks.items())
     sizes = frozenset(masks) - {0}
-    return _Known(candidates, blocks.generation, groups, by_url, tuple(rest), sizes)
+    return _GroupedWorkers(candidates, blocks.generation, groups, by_url, tuple(rest), sizes)

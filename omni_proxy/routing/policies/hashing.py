@@ -221,14 +221,14 @@ class PrefixHash(Policy):
         self._rings = Rings()
         self._textless = LeastRequest()
         self._passed_over = 0
-        self._take(routing)
+        self._set_rules(routing)
 
-    def _take(self, routing: RoutingConfig) -> None:
+    def _set_rules(self, routing: RoutingConfig) -> None:
         self._length = routing.prefix_hash.prefix_length
         self._factor = routing.prefix_hash.load_factor
 
     def reconfigure(self, routing: RoutingConfig) -> bool:
-        self._take(routing)
+        self._set_rules(routing)
         return True
 
     def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:

@@ -101,11 +101,11 @@ class LeastRequest(Policy):
         if fewest > 0:
             twice, place = self._twice, start
             worker: WorkerLoad
-            for at in range(start + 1, start + count):
-                worker = twice[at]
+            for index in range(start + 1, start + count):
+                worker = twice[index]
                 load = worker.in_flight + worker.load_offset
                 if load < fewest:
-                    best, fewest, place = worker, load, at
+                    best, fewest, place = worker, load, index
                     if load <= 0:
                         break
             offset += place - start

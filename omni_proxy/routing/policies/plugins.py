@@ -79,13 +79,13 @@ def check_policy(config: Config, file: str) -> None:
     Raises ConfigError.
     """
     routing = config.routing
-    named = {
+    names = {
         "routing.policy": routing.policy,
         "routing.disaggregation.prefill_policy": routing.disaggregation.prefill_policy,
         "routing.disaggregation.decode_policy": routing.disaggregation.decode_policy,
     }
     problems = []
-    for key, name in named.items():
+    for key, name in names.items():
         if name in ("", *POLICIES):
             continue
         try:

@@ -160,10 +160,10 @@ class OwnSessions:
         received = self._received.get(digest)
         if received is None:
             return
-        worker, at = received
+        worker, placed_at = received
         self._drop_received(digest)
         if worker is not None:
-            self._set(key, worker, at)
+            self._set(key, worker, placed_at)
         elif (session := self._sessions.pop(key, None)) is not None:
             self._uncount(session[0])
 
@@ -177,9 +177,9 @@ class OwnSessions:
         self._uncount(worker)
 
     def _uncount(self, worker: Worker) -> None:
-        left = self._counts[worker] - 1
-        if left:
-            self._counts[worker] = left
+        remaining = self._counts[worker] - 1
+        if remaining:
+            self._counts[worker] = remaining
         else:
             del self._counts[worker]  # so that a worker that left is not kept in memory
 

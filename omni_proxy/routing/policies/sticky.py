@@ -49,12 +49,12 @@ class Sticky(Policy):
         self._now = now
         self._sessions: Sessions = OwnSessions()
         self._held_reasons: frozenset[str] = frozenset()
-        self._is_member: Callable[[Worker], bool] = _always
+        self._is_member: Callable[[Worker], bool] = _every_worker
         self._kept = self._begun = self._moved = self._rebalanced = self._finished = 0
         self._turn = 0
-        self._take(routing)
+        self._set_rules(routing)
 
-    def _take(self, routing: RoutingConfig) -> None:
+    def _set_rules(self, routing: RoutingConfig) -> None:
         self._by_sessions = routing.sticky_load == "sessions"
         self._rebalance_abs = routing.sticky_rebalance_abs
         self._rebalance_rel = routing.sticky_rebalance_rel
@@ -63,7 +63,7 @@ class Sticky(Policy):
     def use_sessions(self, sessions: Sessions, routing: RoutingConfig) -> None:
         """Replace the table of sessions; sessions in the old one are dropped."""
         self._sessions = sessions
-        self._take(routing)
+        self._set_rules(routing)
 
     def hold_for(self, reasons: frozenset[str], is_member: Callable[[Worker], bool]) -> None:
         """Set the cordons of a worker, out of `HOLDING_CORDONS`, for which its sessions wait.
@@ -73,7 +73,7 @@ class Sticky(Policy):
         self._held_reasons, self._is_member = reasons, is_member
 
     def reconfigure(self, routing: RoutingConfig) -> bool:
-        self._take(routing)
+        self._set_rules(routing)
         return self.inner.reconfigure(routing)
 
     def replace_inner(self, inner: Policy) -> None:
@@ -183,9 +183,9 @@ class Sticky(Policy):
 
     def finish_session(self, key: str) -> bool:
         """End the session, so that it no longer counts as load; returns whether it existed."""
-        known = self._sessions.finish(key)
-        self._finished += known
-        return known
+        existed = self._sessions.finish(key)
+        self._finished += existed
+        return existed
 
     @property
     def explains_itself(self) -> bool:  # type: ignore[override]  # read-only
@@ -234,11 +234,11 @@ class Sticky(Policy):
         """Workers that exceed the rebalancing bounds are left out: a new session there would move
         with its next request."""
         if self._rebalance_abs:
-            least = min(load_of(worker) / worker.weight for worker in candidates)
+            lowest_load = min(load_of(worker) / worker.weight for worker in candidates)
             candidates = [
                 worker
                 for worker in candidates
-                if not self._is_open(load_of(worker) / worker.weight, least)
+                if not self._is_open(load_of(worker) / worker.weight, lowest_load)
             ]
         return fewest_sessions(candidates, self._sessions, self._turn)
 
@@ -258,20 +258,27 @@ class Sticky(Policy):
     def _less_loaded(self, home: Worker, candidates: Sequence[Worker]) -> Worker | None:
         """The least loaded candidate if `home` exceeds its load by both `sticky_rebalance_abs` and
         `sticky_rebalance_rel`, per unit of weight; else None."""
-        own = load_of(home) / home.weight
-        if own < self._rebalance_abs:
+        home_load = load_of(home) / home.weight
+        if home_load < self._rebalance_abs:
             return None
         count = self._sessions.count
         idlest = min(
-            candidates, key=lambda each: (load_of(each) / each.weight, count(each) / each.weight)
+            candidates,
+            key=lambda candidate: (
+                load_of(candidate) / candidate.weight,
+                count(candidate) / candidate.weight,
+            ),
         )
-        return idlest if self._is_open(own, load_of(idlest) / idlest.weight) else None
+        return idlest if self._is_open(home_load, load_of(idlest) / idlest.weight) else None
 
-    def _is_open(self, own: float, least: float) -> bool:
-        return own - least >= self._rebalance_abs and own >= self._rebalance_rel * least
+    def _is_open(self, home_load: float, lowest_load: float) -> bool:
+        return (
+            home_load - lowest_load >= self._rebalance_abs
+            and home_load >= self._rebalance_rel * lowest_load
+        )
 
 
-def _always(worker: Worker) -> bool:
+def _every_worker(worker: Worker) -> bool:
     return True
 
 
