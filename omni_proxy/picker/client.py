@@ -80,7 +80,7 @@ class WorkerPicker:
 
         Raises PickerError, httpx.TransportError.
         """
-        return _released(self._client.delete(_place(worker)))
+        return _was_released(self._client.delete(_reservation_path(worker)))
 
     @contextmanager
     def worker(self, request: _Keys | None = None, **keys: object) -> Iterator[ReservedWorker]:
@@ -106,7 +106,7 @@ class AsyncWorkerPicker:
         return _read(await self._client.post("/select_and_reserve", content=body))
 
     async def release(self, worker: ReservedWorker) -> bool:
-        return _released(await self._client.delete(_place(worker)))
+        return _was_released(await self._client.delete(_reservation_path(worker)))
 
     @asynccontextmanager
     async def worker(
@@ -130,11 +130,11 @@ def _settings(url: str, api_key: str, timeout_secs: float) -> dict[str, Any]:
 
 
 def _body(request: _Keys | None, keys: _Keys) -> bytes:
-    asked = {name: value for name, value in keys.items() if value is not None}
-    return msgspec.json.encode(asked if request is None else {**asked, "request": request})
+    fields = {name: value for name, value in keys.items() if value is not None}
+    return msgspec.json.encode(fields if request is None else {**fields, "request": request})
 
 
-def _place(worker: ReservedWorker) -> str:
+def _reservation_path(worker: ReservedWorker) -> str:
     return f"/reservations/{quote(worker.reservation_id, safe='')}"
 
 
@@ -144,7 +144,7 @@ def _read(response: httpx.Response) -> ReservedWorker:
     return msgspec.json.decode(response.content, type=ReservedWorker)
 
 
-def _released(response: httpx.Response) -> bool:
+def _was_released(response: httpx.Response) -> bool:
     if response.status_code not in (200, 404):
         raise _error(response)
     return response.status_code == 200

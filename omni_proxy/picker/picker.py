@@ -107,24 +107,24 @@ _decode: Final = msgspec.json.Decoder(_SelectBody).decode
 def read_selection(body: bytes) -> Selection:
     """Parse the body. Raises HttpError 400 with the key that is wrong."""
     try:
-        asked = _decode(body or b"{}")
+        fields = _decode(body or b"{}")
     except (*MALFORMED, TooManyValues) as error:
         raise bad_request(f"the body is not a selection: {error}", "invalid_json") from None
-    lease = asked.lease_secs
+    lease = fields.lease_secs
     if lease is not None and not (isfinite(lease) and 0 < lease <= MAX_LEASE_SECS):
         raise bad_request(f"lease_secs must be a number above 0, up to {MAX_LEASE_SECS:g}")
-    if asked.selection_id and not asked.selection_id.isprintable():
+    if fields.selection_id and not fields.selection_id.isprintable():
         raise bad_request("selection_id must be printable text")
-    if not asked.path.startswith("/"):
+    if not fields.path.startswith("/"):
         raise bad_request(f"path must be a model route, such as {DEFAULT_PATH}", "unknown_path")
-    content = bytes(asked.request) if len(asked.request) else body
+    content = bytes(fields.request) if len(fields.request) else body
     request = PickRequest(
-        head=head_of("POST", asked.path, asked.headers, len(content)),
+        head=head_of("POST", fields.path, fields.headers, len(content)),
         body=content,
-        session=asked.session_id.strip(" \t").encode("utf-8", "surrogatepass"),
-        model=asked.model_name,
+        session=fields.session_id.strip(" \t").encode("utf-8", "surrogatepass"),
+        model=fields.model_name,
     )
-    return Selection(request, asked.selection_id, lease)
+    return Selection(request, fields.selection_id, lease)
 
 
 def head_of(method: str, target: str, headers: dict[str, str], length: int) -> RequestHead:
@@ -175,16 +175,16 @@ class Picker:
     async def inspect(self, request: PickRequest) -> Exchange:
         """Like `inspect_small`, for any body; other tasks run while a large body is read."""
         route = self._route_of(request)
-        body, known = request.body, None
+        body, requirements = request.body, None
         if len(body) > ONE_PASS_BYTES and has_json_body(route, request.head):
             fields = await _in_slices(walk_large_json(body))
-            known = requirements_of_large_json(route, fields, request.head)
+            requirements = requirements_of_large_json(route, fields, request.head)
             aliases = self._services.balancer.aliases
-            split = aliases.find(known.model) if aliases is not None else None
+            split = aliases.find(requirements.model) if aliases is not None else None
             if split is not None and split.rewrite:
                 spans = await _in_slices(walk_model_spans(body))
-                known.alias = AliasRequirement(split, spans=spans)
-        return self._inspected(request, route, known)
+                requirements.alias = AliasRequirement(split, spans=spans)
+        return self._inspected(request, route, requirements)
 
     def inspect_small(self, request: PickRequest) -> Exchange | None:
         """Inspect the request. Returns None if the body is too large; then call `inspect`.
@@ -200,8 +200,8 @@ class Picker:
         try:
             configured = self._services.settings.routes
             route = match_route(method, path) or match_configured(configured, method, path)
-        except MethodNotAllowed as wrong:
-            allowed = ", ".join(sorted(wrong.allowed))
+        except MethodNotAllowed as error:
+            allowed = ", ".join(sorted(error.allowed))
             raise HttpError(405, f"{path} allows {allowed}", "method_not_allowed").with_headers(
                 ("allow", allowed)
             ) from None
@@ -210,7 +210,7 @@ class Picker:
         return route
 
     def _inspected(
-        self, request: PickRequest, route: Route, known: Requirements | None = None
+        self, request: PickRequest, route: Route, requirements: Requirements | None = None
     ) -> Exchange:
         services, head, body = self._services, request.head, request.body
         now = self.now
@@ -220,11 +220,11 @@ class Picker:
         exchange.route, exchange.body, exchange.bytes_in = route, body, len(body)
         exchange.idempotency_key = head.idempotency_key
         if not request.as_caller or not services.settings.callers.guarded:
-            self._require(request, exchange, known)
+            self._require(request, exchange, requirements)
             return exchange
         try:
             begin_call(services.settings, exchange, head, now)
-            self._require(request, exchange, known)
+            self._require(request, exchange, requirements)
             need = exchange.requirements
             assert need is not None
             check_models_form(exchange, head)
@@ -244,12 +244,12 @@ class Picker:
         return [(name, value) for name, _, value in pairs]
 
     def _require(
-        self, request: PickRequest, exchange: Exchange, known: Requirements | None
+        self, request: PickRequest, exchange: Exchange, requirements: Requirements | None
     ) -> None:
         """Set the requirements of the exchange. Raises HttpError 400."""
         services, head, body, route = self._services, request.head, request.body, exchange.route
         assert route is not None
-        need = known or inspect_request(route, body, head)
+        need = requirements or inspect_request(route, body, head)
         balancer, fleet = services.balancer, services.fleet
         parts = RequestParts(
             route, (head.lines,), body, head.log_words[2], head.hints,
@@ -377,7 +377,7 @@ async def _in_slices(walk: Generator[None, None, Found]) -> Found:
     while True:
         try:
             next(walk)
-        except StopIteration as found:
-            result: Found = found.value
+        except StopIteration as stop:
+            result: Found = stop.value
             return result
         await trio.lowlevel.checkpoint()

@@ -37,8 +37,8 @@ class Reservations(Generic[Item]):
         return reservation_id in self._held
 
     def get(self, reservation_id: str) -> Item | None:
-        held = self._held.get(reservation_id)
-        return held.item if held is not None else None
+        reservation = self._held.get(reservation_id)
+        return reservation.item if reservation is not None else None
 
     def add(self, reservation_id: str, item: Item, ends_at: float) -> None:
         """Raises KeyError if the id is in use."""
@@ -50,13 +50,13 @@ class Reservations(Generic[Item]):
 
     def release(self, reservation_id: str) -> Item | None:
         """Remove a reservation and return its item; None if there is no such reservation."""
-        held = self._held.pop(reservation_id, None)
-        if held is None:
+        reservation = self._held.pop(reservation_id, None)
+        if reservation is None:
             return None
         if len(self._ends) > 2 * len(self._held) + _SPARE:
             self._ends = [end for end in self._ends if self._is_current(end)]
             heapq.heapify(self._ends)
-        return held.item
+        return reservation.item
 
     def expire(self, now: float) -> list[Item]:
         """Remove reservations whose leases have ended; return their items, earliest end first."""
@@ -70,7 +70,7 @@ class Reservations(Generic[Item]):
 
     def take_all(self) -> list[Item]:
         """Remove all reservations; return their items."""
-        items = [held.item for held in self._held.values()]
+        items = [reservation.item for reservation in self._held.values()]
         self._held.clear()
         self._ends.clear()
         return items
@@ -87,8 +87,8 @@ class Reservations(Generic[Item]):
         return self._ends[0][0] if self._ends else inf
 
     def _is_current(self, end: tuple[float, int, str]) -> bool:
-        held = self._held.get(end[2])
-        return held is not None and held.number == end[1]
+        reservation = self._held.get(end[2])
+        return reservation is not None and reservation.number == end[1]
 
 
 class ReservationRecord(Struct, frozen=True, kw_only=True):

@@ -170,9 +170,9 @@ class PickerService:
         return counts if self._envoy is None else {**counts, **self._envoy.status()}
 
     def _refuse_unless_new(self, reservation_id: str) -> None:
-        held = self._reservations.get(reservation_id)
-        if held is not None:
-            target = held.sent_to
+        reservation = self._reservations.get(reservation_id)
+        if reservation is not None:
+            target = reservation.sent_to
             where = f" at {target.url}" if target is not None else ""
             raise HttpError(
                 409, f"the reservation {reservation_id!r} already exists{where}; release it, or "

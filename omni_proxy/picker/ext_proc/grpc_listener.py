@@ -67,8 +67,8 @@ class GrpcAddress:
 
 def _refuse_if_taken(host: str, port: int) -> None:
     """Raises OSError if another socket listens there: without SO_REUSEPORT the bind fails."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    for family, kind, _, _, address in found:
+    resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, kind, _, _, address in resolved:
         with socket.socket(family, kind) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)

@@ -151,9 +151,9 @@ class GrpcServer:
 
     async def _serve(self, listens: Callable[[], None]) -> None:
         stop, cut = asyncio.Event(), asyncio.Event()
-        most = max(MIN_MESSAGE_BYTES, self._limits.body + MESSAGE_OVERHEAD_BYTES)
+        max_bytes = max(MIN_MESSAGE_BYTES, self._limits.body + MESSAGE_OVERHEAD_BYTES)
         server = grpc.aio.server(
-            options=[("grpc.max_receive_message_length", min(MAX_BYTES, most))]
+            options=[("grpc.max_receive_message_length", min(MAX_BYTES, max_bytes))]
         )
         handler = grpc.stream_stream_rpc_method_handler(
             self._process,
@@ -190,22 +190,22 @@ class GrpcServer:
         """Serve one stream, which has one request."""
         stream, ticket, facts = EnvoyStream(self._limits.body), Ticket(), ResponseFacts()
         self.streams += 1
-        held = 0
+        held_bytes = 0
         try:
             async for message in messages:
                 try:
                     responses = stream.receive(message)
                 except HttpError as error:
                     responses = stream.refused(error)
-                held = self._note_held(held, stream.held_bytes)
-                if self._held_bytes > self._limits.held and held:
+                held_bytes = self._note_held(held_bytes, stream.held_bytes)
+                if self._held_bytes > self._limits.held and held_bytes:
                     responses = stream.refused(_too_many_bytes())
                 if stream.pending is not None:
-                    found = await self._pick(ticket, stream.pending)
-                    responses = _responses(stream, found)
+                    result = await self._pick(ticket, stream.pending)
+                    responses = _responses(stream, result)
                 self._note_progress(stream, ticket, facts)
                 if stream.complete:
-                    self._end(ticket, facts)
+                    self._end_ticket(ticket, facts)
                 for response in responses:
                     await context.write(response)
                 if stream.over:
@@ -216,9 +216,9 @@ class GrpcServer:
         except asyncio.CancelledError:
             return  # the stream is cut; if this were raised, gRPC would log a traceback
         finally:
-            self._note_held(held, 0)
+            self._note_held(held_bytes, 0)
             self.streams -= 1
-            self._end(ticket, facts)
+            self._end_ticket(ticket, facts)
 
     def _note_progress(self, stream: EnvoyStream, ticket: Ticket, facts: ResponseFacts) -> None:
         if stream.has_pair and stream.status and not facts.status:
@@ -229,18 +229,18 @@ class GrpcServer:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Destination | HttpError] = loop.create_future()
 
-        def settle(found: Destination | HttpError) -> None:
+        def settle(result: Destination | HttpError) -> None:
             if not future.done():
-                future.set_result(found)
+                future.set_result(result)
 
-        def reply(found: Destination | HttpError) -> None:
+        def reply(result: Destination | HttpError) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(settle, found)
+                loop.call_soon_threadsafe(settle, result)
 
         self._token.run_sync_soon(self._picks.begin, ticket, pending, reply)
         return await future
 
-    def _end(self, ticket: Ticket, facts: ResponseFacts) -> None:
+    def _end_ticket(self, ticket: Ticket, facts: ResponseFacts) -> None:
         if not ticket.handed_back:
             ticket.handed_back = True
             with contextlib.suppress(trio.RunFinishedError):
@@ -251,8 +251,8 @@ class GrpcServer:
         return now
 
 
-def _responses(stream: EnvoyStream, found: Destination | HttpError) -> list[ProcessingResponse]:
-    return stream.refused(found) if isinstance(found, HttpError) else stream.picked(found)
+def _responses(stream: EnvoyStream, result: Destination | HttpError) -> list[ProcessingResponse]:
+    return stream.refused(result) if isinstance(result, HttpError) else stream.picked(result)
 
 
 def _note_times(stream: EnvoyStream, facts: ResponseFacts) -> None:

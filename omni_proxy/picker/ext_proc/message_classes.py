@@ -62,7 +62,7 @@ def message_pool(
         package, _, name = full_name.rpartition(".")
         file = files.get(package)
         if file is None:
-            imported = [_STRUCT_FILE, *(each.name for each in files.values())]
+            imported = [_STRUCT_FILE, *(earlier.name for earlier in files.values())]
             file = files[package] = FileDescriptorProto(
                 name=f"{package}.proto", package=package, syntax="proto3", dependency=imported
             )
@@ -74,8 +74,8 @@ def message_pool(
 
 def message_class(pool: DescriptorPool, full_name: str) -> type:
     """Raises KeyError for a message that the pool does not have."""
-    found: type = GetMessageClass(pool.FindMessageTypeByName(full_name))
-    return found
+    message_type: type = GetMessageClass(pool.FindMessageTypeByName(full_name))
+    return message_type
 
 
 def _describe(
@@ -86,7 +86,7 @@ def _describe(
 ) -> None:
     for name in dict.fromkeys(field.oneof for field in fields if field.oneof):
         message.oneof_decl.add(name=name)
-    oneofs = [each.name for each in message.oneof_decl]
+    oneofs = [oneof.name for oneof in message.oneof_decl]
     for field in fields:
         described = message.field.add(name=field.name, number=field.number)
         described.label = FieldDescriptorProto.LABEL_OPTIONAL

@@ -57,12 +57,12 @@ class Destination(msgspec.Struct, gc=False):
 def read_headers(headers: HeaderMap) -> dict[str, str]:
     """Headers by name. Names are in lower case, pseudo-headers begin with a colon, and values of
     repeated names are joined by a comma."""
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for header in headers.headers:
         value = header.raw_value.decode("latin-1") if header.raw_value else header.value
         name = header.key
-        found[name] = f"{found[name]}, {value}" if name in found else value
-    return found
+        by_name[name] = f"{by_name[name]}, {value}" if name in by_name else value
+    return by_name
 
 
 def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
@@ -75,7 +75,7 @@ def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
         return None
     value = hint[SUBSET]
     if value.WhichOneof("kind") == "list_value":
-        texts: Iterable[str] = (each.string_value for each in value.list_value.values)
+        texts: Iterable[str] = (item.string_value for item in value.list_value.values)
     else:
         texts = value.string_value.split(",")
     return frozenset(text.strip() for text in texts if text.strip())
@@ -88,42 +88,43 @@ def _option(name: str, value: str) -> HeaderValueOption:
     )
 
 
-def _common(to: Destination, length: int | None) -> CommonResponse:
-    headers = {DESTINATION: to.endpoint, **to.headers}
+def _common(destination: Destination, length: int | None) -> CommonResponse:
+    headers = {DESTINATION: destination.endpoint, **destination.headers}
     if length is not None:
         headers["content-length"] = str(length)
     return CommonResponse(
         header_mutation=HeaderMutation(
-            set_headers=[_option(*each) for each in headers.items()], remove_headers=to.removed
+            set_headers=[_option(*header) for header in headers.items()],
+            remove_headers=destination.removed,
         ),
         clear_route_cache=True,
     )
 
 
-def _metadata(to: Destination) -> Struct:
+def _metadata(destination: Destination) -> Struct:
     metadata = Struct()
-    metadata.update({DESTINATION_NAMESPACE: {DESTINATION: to.endpoint}})
+    metadata.update({DESTINATION_NAMESPACE: {DESTINATION: destination.endpoint}})
     return metadata
 
 
-def headers_to(to: Destination, length: int | None = None) -> ProcessingResponse:
+def headers_to(destination: Destination, length: int | None = None) -> ProcessingResponse:
     """Continue with the request headers, to this destination.
 
     `length`: content-length of a body that is sent in chunks, for which Envoy drops the client's.
     """
     return ProcessingResponse(
-        request_headers=HeadersResponse(response=_common(to, length)),
-        dynamic_metadata=_metadata(to),
+        request_headers=HeadersResponse(response=_common(destination, length)),
+        dynamic_metadata=_metadata(destination),
     )
 
 
-def body_to(to: Destination) -> ProcessingResponse:
+def body_to(destination: Destination) -> ProcessingResponse:
     """Continue with headers and body, both of which Envoy has buffered, to this destination."""
-    common = _common(to, None if to.body is None else len(to.body))
-    if to.body is not None:
-        common.body_mutation.CopyFrom(BodyMutation(body=to.body))
+    common = _common(destination, None if destination.body is None else len(destination.body))
+    if destination.body is not None:
+        common.body_mutation.CopyFrom(BodyMutation(body=destination.body))
     return ProcessingResponse(
-        request_body=BodyResponse(response=common), dynamic_metadata=_metadata(to)
+        request_body=BodyResponse(response=common), dynamic_metadata=_metadata(destination)
     )
 
 
@@ -142,7 +143,7 @@ def request_trailers() -> ProcessingResponse:
 def response_headers(added: Sequence[tuple[str, str]] = ()) -> ProcessingResponse:
     if not added:
         return ProcessingResponse(response_headers=HeadersResponse(response=_CONTINUE))
-    mutation = HeaderMutation(set_headers=[_option(*each) for each in added])
+    mutation = HeaderMutation(set_headers=[_option(*header) for header in added])
     return ProcessingResponse(
         response_headers=HeadersResponse(response=CommonResponse(header_mutation=mutation))
     )
@@ -186,7 +187,7 @@ def refusal(error: HttpError) -> ProcessingResponse:
     return ProcessingResponse(
         immediate_response=ImmediateResponse(
             status=HttpStatus(code=error.status),
-            headers=HeaderMutation(set_headers=[_option(*each) for each in headers]),
+            headers=HeaderMutation(set_headers=[_option(*header) for header in headers]),
             body=error.body(),
             details=f"omni_proxy_{error.code}",
         )

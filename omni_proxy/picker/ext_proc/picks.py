@@ -51,9 +51,9 @@ class Endpoints:
         address = worker.worker.address
         if isinstance(address, str):  # a Unix socket
             return ()
-        found = self._found.get(address)
-        if found is not None:
-            return found[1] if self._clock() < found[0] else None
+        entry = self._found.get(address)
+        if entry is not None:
+            return entry[1] if self._clock() < entry[0] else None
         try:
             ip_address(address[0])
         except ValueError:
@@ -65,15 +65,15 @@ class Endpoints:
     def newest(self, worker: Worker) -> tuple[str, ...]:
         """The worker's last resolved endpoints, of any age; () if there are none."""
         address = worker.worker.address
-        found = None if isinstance(address, str) else self._found.get(address)
-        return found[1] if found is not None else ()
+        entry = None if isinstance(address, str) else self._found.get(address)
+        return entry[1] if entry is not None else ()
 
     async def resolve(self, worker: Worker) -> tuple[str, ...]:
         """The worker's endpoints, resolved by DNS if needed. Raises HttpError 503."""
-        known = self.known(worker)
+        known_endpoints = self.known(worker)
         address = worker.worker.address
-        if known is not None or isinstance(address, str):
-            return known or ()
+        if known_endpoints is not None or isinstance(address, str):
+            return known_endpoints or ()
         try:
             resolved = await addresses(*address)
         except (OSError, RefusedAddress) as error:
@@ -84,7 +84,7 @@ class Endpoints:
                 ) from None
             self._found[address] = (self._clock() + FRESH_SECS, before[1])
             return before[1]
-        endpoints = tuple(_text(*each) for each in resolved)
+        endpoints = tuple(_text(*resolved_address) for resolved_address in resolved)
         self._found[address] = (self._clock() + FRESH_SECS, endpoints)
         return endpoints
 
@@ -96,8 +96,8 @@ class Endpoints:
         return len(self._found)
 
     def forget_all_but(self, workers: Iterable[Worker]) -> None:
-        kept = {worker.address for worker in workers}
-        for address in [each for each in self._found if each not in kept]:
+        worker_addresses = {worker.address for worker in workers}
+        for address in [address for address in self._found if address not in worker_addresses]:
             del self._found[address]
 
 
@@ -156,7 +156,7 @@ class EnvoyPicks:
             reply(error)
         except Exception:
             _log.exception("pick_failed")
-            reply(_internal())
+            reply(_internal_error())
         else:
             self._nursery.start_soon(self._resolve_and_acquire, ticket, request, proxied, reply)
 
@@ -174,12 +174,12 @@ class EnvoyPicks:
             reply(error)
         except Exception:
             _log.exception("pick_failed")
-            reply(_internal())
+            reply(_internal_error())
 
     def _all_resolved(self, proxied: ProxiedRequest) -> bool:
-        known = self.endpoints.known
+        endpoints_of = self.endpoints.known
         workers = self._services.fleet.workers if proxied.subset is not None else ()
-        return all(known(worker) is not None for worker in workers)
+        return all(endpoints_of(worker) is not None for worker in workers)
 
     async def _try_to_resolve(self, worker: Worker) -> None:
         try:
@@ -205,11 +205,11 @@ class EnvoyPicks:
         ticket.exchange = exchange
         exchange.sent_at = self._services.loop.now
         if ticket.ended:  # it was ended while a large body was read
-            self._end(ticket, ResponseFacts())
+            self._end_exchange(ticket, ResponseFacts())
             return
         prefill = self._picker.prefill_of(exchange)
         both = (target,) if prefill is None else (target, prefill)
-        if any(self.endpoints.known(each) is None for each in both):
+        if any(self.endpoints.known(worker) is None for worker in both):
             self._nursery.start_soon(self._resolve_and_reply, ticket, both, proxied, reply)
             return
         self._reply(ticket, both, proxied, reply)
@@ -232,20 +232,23 @@ class EnvoyPicks:
         exchange = ticket.exchange
         if exchange is None:  # the stream has ended
             return
-        found = [self.endpoints.newest(target) for target in targets]
-        for target, endpoints in zip(targets, found, strict=True):
+        endpoints_by_target = [self.endpoints.newest(target) for target in targets]
+        for target, endpoints in zip(targets, endpoints_by_target, strict=True):
             if not endpoints:
                 message = f"Envoy can't reach {target.url}: it has no network address"
                 self._refuse(ticket, HttpError(503, message, "worker_unresolved"), reply)
                 return
         subset = proxied.subset
         endpoint, *prefill = (
-            next((each for each in endpoints if subset is None or each in subset), endpoints[0])
-            for endpoints in found
+            next(
+                (candidate for candidate in endpoints if subset is None or candidate in subset),
+                endpoints[0],
+            )
+            for endpoints in endpoints_by_target
         )
-        to = self._destination(exchange, targets[0], endpoint, prefill)
+        destination = self._destination(exchange, targets[0], endpoint, prefill)
         self._services.inflight.release_body(exchange)
-        reply(to)
+        reply(destination)
 
     def _destination(
         self, exchange: Exchange, target: Worker, endpoint: str, prefill: Sequence[str]
@@ -283,11 +286,11 @@ class EnvoyPicks:
     def end(self, ticket: Ticket, facts: ResponseFacts) -> None:
         """The response is complete, or the stream has ended. A second call does nothing."""
         try:
-            self._end(ticket, facts)
+            self._end_exchange(ticket, facts)
         except Exception:
             _log.exception("pick_end_failed")
 
-    def _end(self, ticket: Ticket, facts: ResponseFacts) -> None:
+    def _end_exchange(self, ticket: Ticket, facts: ResponseFacts) -> None:
         ticket.ended = True
         exchange, ticket.exchange = ticket.exchange, None
         if exchange is None:
@@ -335,5 +338,5 @@ def request_of(proxied: ProxiedRequest) -> PickRequest:
     )
 
 
-def _internal() -> HttpError:
+def _internal_error() -> HttpError:
     return HttpError(500, "the picker has failed; see its log", "picker_failed")

@@ -117,19 +117,19 @@ class EnvoyStream:
         if kind in ("request_body", "request_trailers") and not self._begun:
             raise ValueError(f"{kind} without request_headers: request_header_mode must be SEND")
 
-    def picked(self, to: Destination) -> list[ProcessingResponse]:
+    def picked(self, destination: Destination) -> list[ProcessingResponse]:
         """The responses after the pick for `pending`."""
         pending, self.pending = self.pending, None
         assert pending is not None
-        self._added_headers = to.added_headers
-        self.has_pair = messages.PREFILLER in to.headers
+        self._added_headers = destination.added_headers
+        self.has_pair = messages.PREFILLER in destination.headers
         if self._waits_for == "headers":
-            return [messages.headers_to(to)]
+            return [messages.headers_to(destination)]
         if self._request_mode != _DUPLEX:
-            return [messages.body_to(to)]
-        body = pending.body if to.body is None else to.body
+            return [messages.body_to(destination)]
+        body = pending.body if destination.body is None else destination.body
         length = len(body) if self._ends else None
-        head = messages.headers_to(to, length)
+        head = messages.headers_to(destination, length)
         responses = [head, *messages.request_chunks(body, end=self._ends)]
         return responses if self._ends else [*responses, messages.request_trailers()]
 
