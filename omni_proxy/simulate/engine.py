@@ -117,28 +117,28 @@ class BlockCache:
 
     def leading(self, blocks: tuple[int, ...]) -> int:
         """How many leading blocks are cached."""
-        known = self._blocks
+        by_name = self._blocks
         count = 0
         for block in blocks:
-            if block not in known:
+            if block not in by_name:
                 break
             count += 1
         return count
 
     def admit(self, job: Job) -> bool:
         """Reserve memory for the whole prompt and output; False if there is not enough."""
-        request, known, idle = job.request, self._blocks, self._idle
+        request, by_name, idle = job.request, self._blocks, self._idle
         pinned = request.blocks[: self.leading(request.blocks)]
-        held = list(map(known.__getitem__, pinned))
-        cached = sum([block.tokens for block in held])
+        pinned_blocks = list(map(by_name.__getitem__, pinned))
+        cached = sum([block.tokens for block in pinned_blocks])
         if len(pinned) == len(request.blocks) and pinned:  # the cached last block may be longer
-            last = held[-1].tokens
+            last = pinned_blocks[-1].tokens
             cached -= max(0, last - request.block_size(len(pinned) - 1))
         needed = request.input_tokens + request.output_tokens - cached
-        kept = sum([block.tokens for block in held if not block.users])
-        if needed > self.free + self._idle_tokens - kept:
+        pinned_idle_tokens = sum([block.tokens for block in pinned_blocks if not block.users])
+        if needed > self.free + self._idle_tokens - pinned_idle_tokens:
             return False
-        for name, block in zip(pinned, held, strict=True):
+        for name, block in zip(pinned, pinned_blocks, strict=True):
             if not block.users:
                 del idle[name]
                 self._idle_tokens -= block.tokens
@@ -241,10 +241,10 @@ class Engine:
     def load(self) -> LoadReport:
         """The load that the engine would report now. As in vLLM and SGLang, requests that the
         present step has no room for also count as waiting."""
-        waiting, left = len(self._waiting), self._chunk
+        waiting, remaining = len(self._waiting), self._chunk
         for job in self._prefilling:
-            waiting += left <= 0
-            left -= job.prefill
+            waiting += remaining <= 0
+            remaining -= job.prefill
         return LoadReport(float(waiting), self._cache.usage)
 
     @property
@@ -359,12 +359,12 @@ class Engine:
             return
         now = self._began_at + self._running * self._step_secs
         self._step += self._running
-        left = self._chunk
-        while left and self._prefilling:
+        remaining = self._chunk
+        while remaining and self._prefilling:
             job = self._prefilling[0]
-            computed = min(left, job.prefill)
+            computed = min(remaining, job.prefill)
             job.prefill -= computed
-            left -= computed
+            remaining -= computed
             if not job.prefill:
                 self._prefilling.popleft()
                 self._cache.publish(job)

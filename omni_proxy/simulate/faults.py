@@ -35,17 +35,17 @@ class Fault:
 
 def parse_fault(text: str) -> Fault:
     """Raises ValueError with the reason."""
-    if found := _DIE_OR_EVICT.fullmatch(text):
-        kind: Kind = "die" if found[1] == "die" else "evict"
-        return Fault(kind, float(found[3]), int(found[2]))
-    if found := _SLOW.fullmatch(text):
-        if not float(found[3]):
+    if match := _DIE_OR_EVICT.fullmatch(text):
+        kind: Kind = "die" if match[1] == "die" else "evict"
+        return Fault(kind, float(match[3]), int(match[2]))
+    if match := _SLOW.fullmatch(text):
+        if not float(match[3]):
             raise ValueError("the factor of slow must be above 0")
-        return Fault("slow", float(found[2]), int(found[1]), float(found[3]))
-    if found := _JOIN.fullmatch(text):
-        return Fault("join", float(found[1]))
-    if found := _LOSE.fullmatch(text):
-        if float(found[1]) > 1:
+        return Fault("slow", float(match[2]), int(match[1]), float(match[3]))
+    if match := _JOIN.fullmatch(text):
+        return Fault("join", float(match[1]))
+    if match := _LOSE.fullmatch(text):
+        if float(match[1]) > 1:
             raise ValueError("the share of lose_events must be from 0 to 1")
-        return Fault("lose_events", 0.0, share=float(found[1]))
+        return Fault("lose_events", 0.0, share=float(match[1]))
     raise ValueError(f"expected {EXPECTED}")

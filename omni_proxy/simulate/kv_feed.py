@@ -122,13 +122,13 @@ class KvFeed:
         if self._loss.share and self._loss.random.random() < self._loss.share:
             self.lost += 1
             return
-        self._later(self._receive, batch)
+        self._schedule(self._receive, batch)
 
     def die(self) -> None:
         """The engine has ended, which closes the connection."""
         self._alive = False
         self._rows.clear()
-        self._later(self._disconnected, None)
+        self._schedule(self._disconnected, None)
 
     # On the side of the proxy.
 
@@ -136,7 +136,7 @@ class KvFeed:
         self.state.tick(self._time.now)
         self._hand_over()
 
-    def _later(self, call: Callable[[T], None], argument: T) -> None:
+    def _schedule(self, call: Callable[[T], None], argument: T) -> None:
         self._time.schedule(self._time.now + DELAY_SECS, call, argument)
 
     def _receive(self, batch: _Batch) -> None:
@@ -153,12 +153,12 @@ class KvFeed:
             self._index.apply(self._url, changes)
         if self.state.replay_from is not None:
             start, self.state.replay_from = self.state.replay_from, None
-            self._later(self._start_replay, start)
+            self._schedule(self._start_replay, start)
 
     def _start_replay(self, start: int) -> None:
         """A replay request arrives at the engine. Replays are never lost."""
         if self._alive:
-            self._later(self._replayed, [batch for batch in self._kept if batch.number >= start])
+            self._schedule(self._replayed, [batch for batch in self._kept if batch.number >= start])
 
     def _replayed(self, batches: list[_Batch]) -> None:
         if not self.state.is_replaying:

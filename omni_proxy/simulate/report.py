@@ -114,7 +114,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
     failures: Counter[str] = Counter()
     for run in runs:
         failures.update(run.failures)
-    lines = [f"failed: {count} {why}" for why, count in failures.most_common(MAX_FAILURES)]
+    lines = [f"failed: {count} {failure}" for failure, count in failures.most_common(MAX_FAILURES)]
     for key in runs[0].settings if runs else ():
         figures: dict[str, set[str]] = {}
         for run in runs:
@@ -123,7 +123,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
                 str(asdict(replace(run, settings={})))
             )
         if len({str(run.settings[key]) for run in runs}) > 1 and all(
-            len(each) == 1 for each in figures.values()
+            len(variants) == 1 for variants in figures.values()
         ):
             lines.append(f"no figure depends on {key} here")
     return lines

@@ -132,11 +132,11 @@ class SimulatedExchange(ExchangeIO):
         exchange.route = self.simulation.route
         try:
             await self._respond(exchange)
-        except HttpError as refusal:
-            exchange.status = refusal.status
-            exchange.end("refused", "proxy", str(refusal.code))
-        except PhaseTimeout as expired:
-            exchange.end("timed_out", "proxy", str(expired))
+        except HttpError as error:
+            exchange.status = error.status
+            exchange.end("refused", "proxy", str(error.code))
+        except PhaseTimeout as error:
+            exchange.end("timed_out", "proxy", str(error))
         finally:
             finalize(self.services, exchange, self.phase)
             self.simulation.on_end(self, exchange, self._first_at)
@@ -154,17 +154,17 @@ class SimulatedExchange(ExchangeIO):
         exchange.policy = services.balancer.policy.name
         try:
             worker = services.balancer.acquire(exchange)
-        except HttpError as no_worker:
-            worker = await services.queue.wait_for_worker(self, exchange, no_worker)
+        except HttpError as error:
+            worker = await services.queue.wait_for_worker(self, exchange, error)
         retry: RetryState | None = None
         while True:
             try:
                 await self._attempt(exchange, worker)
-            except AttemptFailed as failed:
-                report_failure(services.fleet, exchange, worker, failed.error)
-                error = HttpError(failed.status, failed.error, failed.kind)
+            except AttemptFailed as error:
+                report_failure(services.fleet, exchange, worker, error.error)
+                client_error = HttpError(error.status, error.error, error.kind)
                 retry = retry or RetryState(self, exchange, len(exchange.body))
-                worker = await retry.next_worker(failed.kind, error)
+                worker = await retry.next_worker(error.kind, client_error)
                 continue
             break
         if exchange.error:
@@ -247,7 +247,7 @@ class Simulation:
         self._random = Random(f"{seed} probes")
         self._members = list(workers)
         self._reads_events = reads_events(config.routing)
-        share = max((each.share for each in scenario.faults), default=0.0)
+        share = max((fault.share for fault in scenario.faults), default=0.0)
         self._loss = Loss(share, Random(f"{seed} lost events"))
         self._active = 0  # known requests that have not ended, including future ones
         self._loop = VirtualLoop(self.time)
@@ -351,7 +351,9 @@ class Simulation:
 
     def _publishes(self, worker: WorkerSpec) -> bool:
         """Whether the engine publishes KV events: all do, unless the configuration names some."""
-        return worker.kv_events != "off" or all(each.kv_events == "off" for each in self._members)
+        return worker.kv_events != "off" or all(
+            member.kv_events == "off" for member in self._members
+        )
 
     def _start(self, request: Request) -> None:
         self.facts.add(request)
@@ -372,9 +374,13 @@ class Simulation:
         self._schedule_probe(worker)
 
     def _observe(self, worker: Worker, error: str | None) -> None:
-        at = EPOCH + timedelta(seconds=self.time.now)
+        probed_at = EPOCH + timedelta(seconds=self.time.now)
         self._fleet.observe_probe(
-            worker, status=None if error else 200, error=error, at=at, epoch=worker.health.epoch
+            worker,
+            status=None if error else 200,
+            error=error,
+            at=probed_at,
+            epoch=worker.health.epoch,
         )
 
     def _schedule_probe(self, worker: Worker) -> None:
@@ -432,8 +438,8 @@ def _text(request: Request, number: int) -> str:
     if request.blocks:
         text = "".join([_block_text(block, size) for block in request.blocks])
         return text[: request.input_tokens * BYTES_PER_TOKEN]
-    wanted = request.input_tokens * BYTES_PER_TOKEN
-    return (f"{number:0{HEX}x}" * (wanted // HEX + 1))[:wanted]
+    length = request.input_tokens * BYTES_PER_TOKEN
+    return (f"{number:0{HEX}x}" * (length // HEX + 1))[:length]
 
 
 @lru_cache(maxsize=8192)

@@ -65,13 +65,13 @@ class SlotCache:
         if not idle:
             return False
         slot = self._choose(idle, job.request)
-        found = leading(slot.text.blocks, job.request.blocks)
-        job.cached_blocks = found
-        cached = sum(job.request.block_size(place) for place in range(found))
+        cached_blocks = leading(slot.text.blocks, job.request.blocks)
+        job.cached_blocks = cached_blocks
+        cached = sum(job.request.block_size(place) for place in range(cached_blocks))
         job.cached_tokens = min(cached, job.request.input_tokens - 1)
         job.prefill = job.request.input_tokens - job.cached_tokens
         slot.job = job
-        slot.text = _Text(job.request.blocks[:found], cached)
+        slot.text = _Text(job.request.blocks[:cached_blocks], cached)
         self._requests += 1
         slot.used = self._requests
         return True
@@ -107,11 +107,11 @@ class SlotCache:
         if common(slot) > SIMILAR * request.input_tokens:
             loses = common(slot) < LOST * slot.text.tokens
         else:
-            slot = min(idle, key=lambda each: each.used)
+            slot = min(idle, key=lambda candidate: candidate.used)
             loses = True
         if loses and slot.text.tokens:
             self._store(slot.text)
-            slot.text = self._take(slot.text, request)
+            slot.text = self._take_better(slot.text, request)
         return slot
 
     def _store(self, text: _Text) -> None:
@@ -121,22 +121,23 @@ class SlotCache:
         self._stored = [other for other in self._stored if not _begins(other, text)]
         self._stored.append(text)
         while (
-            len(self._stored) > 1 and sum(each.tokens for each in self._stored) > self._max_tokens
+            len(self._stored) > 1
+            and sum(stored.tokens for stored in self._stored) > self._max_tokens
         ):
             self._stored.pop(0)
 
-    def _take(self, held: _Text, request: Request) -> _Text:
-        """Remove and return the stored text that matches the request better than `held`, or return
-        `held`."""
-        best, most = _Text(), common_tokens(held, request)
-        kept = most / held.tokens
+    def _take_better(self, current: _Text, request: Request) -> _Text:
+        """Remove and return the stored text that matches the request better than `current`, or
+        return `current`."""
+        best, most_tokens = _Text(), common_tokens(current, request)
+        kept_share = most_tokens / current.tokens
         for text in self._stored:
             common = common_tokens(text, request)
             share = common / text.tokens
-            if share >= USABLE and common > most and share > kept:
-                best, most, kept = text, common, share
+            if share >= USABLE and common > most_tokens and share > kept_share:
+                best, most_tokens, kept_share = text, common, share
         if not best.tokens:
-            return held
+            return current
         self._stored.remove(best)
         return best
 
@@ -144,16 +145,16 @@ class SlotCache:
 def leading(text: tuple[int, ...], blocks: tuple[int, ...]) -> int:
     """How many leading blocks are equal."""
     count = 0
-    for one, other in zip(text, blocks, strict=False):
-        if one != other:
+    for block, wanted_block in zip(text, blocks, strict=False):
+        if block != wanted_block:
             break
         count += 1
     return count
 
 
 def common_tokens(text: _Text, request: Request) -> int:
-    found = leading(text.blocks, request.blocks)
-    return sum(request.block_size(place) for place in range(found))
+    common_blocks = leading(text.blocks, request.blocks)
+    return sum(request.block_size(place) for place in range(common_blocks))
 
 
 def _begins(one: _Text, other: _Text) -> bool:

@@ -133,30 +133,30 @@ _decode_route = msgspec.json.Decoder(_RouteLine).decode
 
 
 def _mooncake_request(line: bytes) -> Request:
-    found = _decode_mooncake(line)
+    row = _decode_mooncake(line)
     request = Request(
-        found.timestamp / 1000, _tokens("input_length", found.input_length),
-        _tokens("output_length", found.output_length), found.hash_ids,
+        row.timestamp / 1000, _tokens("input_length", row.input_length),
+        _tokens("output_length", row.output_length), row.hash_ids,
     )  # fmt: skip
     needed = -(-request.input_tokens // request.block_tokens)
-    if found.hash_ids and len(found.hash_ids) != needed:
+    if row.hash_ids and len(row.hash_ids) != needed:
         raise ValueError(
-            f"{len(found.hash_ids)} hash_ids for {request.input_tokens} tokens, expected {needed}: "
+            f"{len(row.hash_ids)} hash_ids for {request.input_tokens} tokens, expected {needed}: "
             f"one for each block of {request.block_tokens}"
         )
     return request
 
 
 def _routed_request(line: bytes) -> Request | None:
-    found = _decode_route(line)
-    if not found.completed or found.status_code != 200 or found.traffic != "generation":
+    row = _decode_route(line)
+    if not row.completed or row.status_code != 200 or row.traffic != "generation":
         return None
-    per_token = BYTES_PER_EVENT if found.stream else BYTES_PER_TOKEN
+    per_token = BYTES_PER_EVENT if row.stream else BYTES_PER_TOKEN
     return Request(
-        found.timestamp.timestamp() - found.duration_s,
-        max(1, found.request_bytes // BYTES_PER_TOKEN),
-        max(1, found.response_bytes // per_token),
-        model=found.model or "",
+        row.timestamp.timestamp() - row.duration_s,
+        max(1, row.request_bytes // BYTES_PER_TOKEN),
+        max(1, row.response_bytes // per_token),
+        model=row.model or "",
     )
 
 
@@ -173,13 +173,13 @@ def _csv_request(line: bytes) -> Request:
     if len(fields) != CSV_HEADER.count(b",") + 1:
         raise ValueError(f"expected {CSV_HEADER.count(b',') + 1} fields, found {len(fields)}")
     try:
-        at = datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", fields[0]))
+        timestamp = datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", fields[0]))
     except ValueError:
         expected = "expected one like 2023-11-16 18:17:03.98"
         raise ValueError(f"TIMESTAMP is {fields[0]!r:.60}, {expected}") from None
     prompt, answer = int(fields[1]), int(fields[2])
     return Request(
-        at.timestamp(), _tokens("ContextTokens", prompt), _tokens("GeneratedTokens", answer)
+        timestamp.timestamp(), _tokens("ContextTokens", prompt), _tokens("GeneratedTokens", answer)
     )
 
 

@@ -26,10 +26,10 @@ class VirtualTime:
     def clock(self) -> float:
         return self.now
 
-    def schedule(self, at: float, callback: Callable[[Any], None], argument: Any) -> None:
-        """Call `callback(argument)` at `at`, or now if `at` is in the past."""
+    def schedule(self, due: float, callback: Callable[[Any], None], argument: Any) -> None:
+        """Call `callback(argument)` at `due`, or now if `due` is in the past."""
         self._scheduled += 1
-        heappush(self._events, (max(at, self.now), self._scheduled, callback, argument))
+        heappush(self._events, (max(due, self.now), self._scheduled, callback, argument))
 
     def advance(self) -> bool:
         """Run the next event; False if there is none."""

@@ -131,14 +131,14 @@ class FactsCounter:
         self._output += request.output_tokens
         self._last_at = max(self._last_at, request.at)
         self._blocks += request.block_count
-        known = self._known
+        seen = self._known
         leading = True
         for place, block in enumerate(request.blocks):
-            leading = leading and block in known
+            leading = leading and block in seen
             if leading:
                 self._seen_blocks += 1
                 self._seen_tokens += request.block_size(place)
-            known.add(block)
+            seen.add(block)
 
     def facts(self) -> Facts:
         requests = max(1, self.requests)
@@ -164,10 +164,10 @@ def _lengths(random: Random, mean: float) -> int:
 
 
 def _arrivals(random: Random, rate: float) -> Iterable[float]:
-    at = 0.0
+    arrival = 0.0
     while True:
-        yield at
-        at += random.expovariate(rate)
+        yield arrival
+        arrival += random.expovariate(rate)
 
 
 def _names(number: int, names: Iterable[int]) -> tuple[int, ...]:
@@ -180,8 +180,8 @@ def uniform(requests: int, workers: float, random: Random) -> Workload:
     arrivals = _arrivals(random, RATE_PER_WORKER * workers)
     return OpenLoop(
         (
-            Request(at, _lengths(random, 1024), _lengths(random, 128), (), BLOCK_TOKENS)
-            for at, _ in zip(arrivals, range(requests), strict=False)
+            Request(arrival, _lengths(random, 1024), _lengths(random, 128), (), BLOCK_TOKENS)
+            for arrival, _ in zip(arrivals, range(requests), strict=False)
         ),
     )
 
@@ -192,13 +192,13 @@ def bursts(requests: int, workers: float, random: Random) -> Workload:
     return OpenLoop(
         (
             Request(
-                at // 1.0 * 10 + at % 1.0,
+                arrival // 1.0 * 10 + arrival % 1.0,
                 _lengths(random, 1024),
                 _lengths(random, 128),
                 (),
                 BLOCK_TOKENS,
             )
-            for at, _ in zip(arrivals, range(requests), strict=False)
+            for arrival, _ in zip(arrivals, range(requests), strict=False)
         ),
     )
 
@@ -211,13 +211,15 @@ def shared(requests: int, workers: float, random: Random) -> Workload:
     prompts = [_names(size, names) for _ in range(64)]
     weights = [1 / rank for rank in range(1, 65)]
     arrivals = _arrivals(random, RATE_PER_WORKER * workers)
-    made = []
-    for at, _ in zip(arrivals, range(requests), strict=False):
+    generated = []
+    for arrival, _ in zip(arrivals, range(requests), strict=False):
         question = _lengths(random, 160)
         prompt = random.choices(prompts, weights)[0]
         blocks = prompt + _names(-(-question // BLOCK_TOKENS), names)
-        made.append(Request(at, 2048 + question, _lengths(random, 128), blocks, BLOCK_TOKENS))
-    return OpenLoop(made)
+        generated.append(
+            Request(arrival, 2048 + question, _lengths(random, 128), blocks, BLOCK_TOKENS)
+        )
+    return OpenLoop(generated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,18 +240,18 @@ def _conversations(chat: _Chat, requests: int, workers: float, random: Random) -
     arrivals = _arrivals(random, RATE_PER_WORKER * workers / (sum(chat.turns) / 2))
     openings: list[Request] = []
     rest: list[Turns] = []
-    made = 0
-    for at in arrivals:
-        number = min(random.randint(*chat.turns), requests - made)
+    turn_total = 0
+    for arrival in arrivals:
+        number = min(random.randint(*chat.turns), requests - turn_total)
         if number <= 0:
             break
-        made += number
+        turn_total += number
         session = f"session-{len(openings)}"
         tokens = chat.system + _lengths(random, chat.first)
         blocks = system_blocks + _names(-(-tokens // BLOCK_TOKENS) - len(system_blocks), names)
         output = _lengths(random, chat.output)
-        openings.append(Request(at, tokens, output, blocks, BLOCK_TOKENS, session))
-        left = [
+        openings.append(Request(arrival, tokens, output, blocks, BLOCK_TOKENS, session))
+        later_turns = [
             (
                 random.expovariate(1 / chat.think_secs),
                 _lengths(random, chat.later),
@@ -257,7 +259,7 @@ def _conversations(chat: _Chat, requests: int, workers: float, random: Random) -
             )
             for _ in range(number - 1)
         ]
-        rest.append(Turns(session, left))
+        rest.append(Turns(session, later_turns))
     return Conversations(openings, rest, names)
 
 
@@ -281,17 +283,17 @@ def rollouts(requests: int, workers: float, random: Random) -> Workload:
     """Reinforcement learning: every minute a batch arrives at the same moment, with eight requests
     for each prompt, and long answers."""
     names = count(1)
-    made: list[Request] = []
+    generated: list[Request] = []
     batch = 64 * workers
-    while len(made) < requests:
-        at = 60.0 * (len(made) // batch)
+    while len(generated) < requests:
+        arrival = 60.0 * (len(generated) // batch)
         tokens = _lengths(random, 512)
         blocks = _names(-(-tokens // BLOCK_TOKENS), names)
-        made += (
-            Request(at, tokens, _lengths(random, 768), blocks, BLOCK_TOKENS)
-            for _ in range(min(GROUP, requests - len(made)))
+        generated += (
+            Request(arrival, tokens, _lengths(random, 768), blocks, BLOCK_TOKENS)
+            for _ in range(min(GROUP, requests - len(generated)))
         )
-    return OpenLoop(made)
+    return OpenLoop(generated)
 
 
 WORKLOADS: Final = {
