@@ -58,9 +58,9 @@ class DpRank(Worker):
 def with_ranks(workers: Sequence[Worker]) -> list[Worker]:
     """The workers, with each worker that has ranks replaced by its ranks. All first ranks come
     before all second ranks, so that round robin spreads consecutive requests over the workers."""
-    most = max((len(worker.dp_ranks) for worker in workers), default=0)
+    most_ranks = max((len(worker.dp_ranks) for worker in workers), default=0)
     targets: list[Worker] = []
-    for index in range(max(1, most)):
+    for index in range(max(1, most_ranks)):
         for worker in workers:
             if index < len(worker.dp_ranks):
                 targets.append(worker.dp_ranks[index])

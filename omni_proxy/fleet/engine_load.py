@@ -95,22 +95,26 @@ class EngineLoads:
         self._judge(target, load)
         return True
 
-    def report_engines(self, worker: Worker, loads: Mapping[int, LoadReport], at: float) -> None:
+    def report_engines(
+        self, worker: Worker, loads: Mapping[int, LoadReport], reported_at: float
+    ) -> None:
         """Record the reports of all engines behind the worker's URL, by rank index. The worker
         itself gets the sum of the queue lengths and the mean of the KV cache usage."""
         for index, rank in enumerate(worker.dp_ranks):
             if index in loads:
-                self.report(rank, EngineLoad(loads[index], at))
-        self.report(worker, EngineLoad(total_load(loads), at))
+                self.report(rank, EngineLoad(loads[index], reported_at))
+        self.report(worker, EngineLoad(total_load(loads), reported_at))
 
     def below_bounds(self, candidates: Sequence[Worker]) -> Sequence[Worker]:
         """The candidates that are not overloaded; all candidates if every one is."""
         now = self.now()
-        for target in [each for each, until in self.overloaded.items() if until < now]:
+        for target in [worker for worker, until in self.overloaded.items() if until < now]:
             del self.overloaded[target]
         if not self.overloaded:
             return candidates
-        return [each for each in candidates if not self.is_overloaded(each)] or candidates
+        return [
+            candidate for candidate in candidates if not self.is_overloaded(candidate)
+        ] or candidates
 
     def is_overloaded(self, target: Worker) -> bool:
         """Uses the target's own report. A rank without one uses its worker's; a worker with ranks

@@ -116,7 +116,7 @@ class HealthMachine(OutlierEjection):
         """Count a good probe (successful requests do not count towards `rise`)."""
         if self.state is Health.DEAD:
             return
-        self._note(at, status, None)
+        self._record_result(at, status, None)
         self.consecutive_failures = self._failure_run = 0
         self.probe_failed = False
         self.consecutive_successes += 1
@@ -128,7 +128,7 @@ class HealthMachine(OutlierEjection):
     ) -> None:
         if self.state is Health.DEAD:
             return
-        self._note(at, status, error)
+        self._record_result(at, status, error)
         self.probe_failed = True
         self._count()
         if self._failure_run >= thresholds.fall:
@@ -150,7 +150,7 @@ class HealthMachine(OutlierEjection):
         """
         if self.state is Health.DEAD:
             return False
-        self._note(at, status, error)
+        self._record_result(at, status, error)
         if self.state is Health.UNHEALTHY or not self.is_evidence(half_open_id):
             return False
         self._count(in_failure_run=not thresholds.probe_failures_only)
@@ -180,7 +180,7 @@ class HealthMachine(OutlierEjection):
         if self.state is Health.DEAD:
             return
         self._exit_error = error
-        self._note(at, None, error)
+        self._record_result(at, None, error)
         self._count()
         self.epoch += 1
         self.reset_breaker()  # a restart is another process
@@ -227,7 +227,7 @@ class HealthMachine(OutlierEjection):
         self.consecutive_failures += 1
         self._failure_run += in_failure_run
 
-    def _note(self, at: datetime, status: int | None, error: str | None) -> None:
+    def _record_result(self, at: datetime, status: int | None, error: str | None) -> None:
         """Record a result. An exit error replaces later errors until a probe succeeds."""
         self.last_checked_at = at
         self.last_status_code = status

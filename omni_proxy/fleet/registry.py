@@ -146,7 +146,7 @@ class Fleet:
                 worker.configure(entry)
                 changed.append(worker)
             after[entry.url] = worker
-        removed = tuple(each for url, each in before.items() if after.get(url) is not each)
+        removed = tuple(member for url, member in before.items() if after.get(url) is not member)
         reordered = list(before) != list(after)
         self._by_url = after
         self.had_workers |= bool(after)
@@ -421,13 +421,13 @@ class Fleet:
         return replaced
 
     def _set_ranks(self, worker: Worker, count: int) -> None:
-        known = self._known_ranks.setdefault(worker, [])
-        while len(known) < count:
-            known.append(self._make_rank(worker, len(known)))
-        for rank in known[:count]:
+        ranks = self._known_ranks.setdefault(worker, [])
+        while len(ranks) < count:
+            ranks.append(self._make_rank(worker, len(ranks)))
+        for rank in ranks[:count]:
             rank.follow_worker(count)
         if len(worker.dp_ranks) != count:
-            worker.dp_ranks = tuple(known[:count])
+            worker.dp_ranks = tuple(ranks[:count])
 
     def _make_rank(self, worker: Worker, index: int) -> DpRank:
         return DpRank(worker, index)

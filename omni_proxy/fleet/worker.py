@@ -218,8 +218,8 @@ class Worker(_RequestFields):
     def is_other_than(self, spec: WorkerSpec) -> bool:
         """Whether discovery found another server at the same URL. The health and caches of this
         worker don't apply to that server."""
-        found, now = self.discovered, spec.discovered
-        return found is not None and now is not None and found.uid != now.uid
+        current, new = self.discovered, spec.discovered
+        return current is not None and new is not None and current.uid != new.uid
 
     def matches(self, spec: WorkerSpec) -> bool:
         """Whether `configure(spec)` would change nothing."""
