@@ -231,11 +231,11 @@ class ApiCaller:
             room = min(room, self._max_inflight - self.in_flight)
         until = inf
         if self.has_rates:
-            taken = self.request_window.used(now)
+            used = self.request_window.used(now)
             self.tokens_left = self._tokens_seen = self.token_rate - self.token_window.used(now)
             if self._rate:
-                left = max(0, self._rate - taken)
-                room, self._begun_at_rate_limit = min(room, left), self.begun + left
+                remaining = max(0, self._rate - used)
+                room, self._begun_at_rate_limit = min(room, remaining), self.begun + remaining
             self._lines, until = self._lines_at(now)
         self.until = -inf if self._is_shared else until
         self.begun_at_next_check = self.begun + room
@@ -244,8 +244,8 @@ class ApiCaller:
     @property
     def in_flight(self) -> int:
         """Requests in flight, over all processes."""
-        here = self.begun - self._finished - len(self.uncounted) - len(self.settled)
-        return here + sum([cells[IN_FLIGHT] for cells in self._others])
+        own_count = self.begun - self._finished - len(self.uncounted) - len(self.settled)
+        return own_count + sum([cells[IN_FLIGHT] for cells in self._others])
 
     def begin(self, now: float) -> Reason | None:
         """Count a request as in flight and in this minute's rate. If a limit is reached, returns
@@ -311,10 +311,10 @@ class ApiCaller:
             return tokens if self.token_window.take(tokens, limit, now) else None
         if now >= self.until:
             self._check_limits(now)
-        left = self.tokens_left - tokens
-        if left < 0:
+        remaining = self.tokens_left - tokens
+        if remaining < 0:
             return None
-        self.tokens_left = left
+        self.tokens_left = remaining
         return tokens
 
     def has_no_tokens_left(self, now: float) -> bool:
@@ -358,9 +358,9 @@ class ApiCaller:
         if now >= self.until:
             self._check_limits(now)
         if self.token_rate:
-            left = self.tokens_left
-            left = left if left > 0 else 0  # noqa: FURB136 - each request
-            return self._lines % ((self._requests_left, left) if self._rate else left)
+            tokens_left = self.tokens_left
+            tokens_left = tokens_left if tokens_left > 0 else 0  # noqa: FURB136 - each request
+            return self._lines % ((self._requests_left, tokens_left) if self._rate else tokens_left)
         return self._lines % self._requests_left
 
     @property
@@ -435,13 +435,16 @@ def slot_totals(rows: Iterable[Cells]) -> dict[str, int]:
     """The sums of a slot's cells over all processes, named as in GET /keys."""
     cells = list(rows)
 
-    def total(at: int) -> int:
-        return sum(row[at] for row in cells)
+    def total(index: int) -> int:
+        return sum(row[index] for row in cells)
 
     return {
         "in_flight": total(IN_FLIGHT),
         "requests": total(REQUESTS),
         "input_tokens": total(INPUT_TOKENS),
         "output_tokens": total(OUTPUT_TOKENS),
-        **{f"refused_{reason}": total(REFUSED_REQUESTS + at) for at, reason in enumerate(REASONS)},
+        **{
+            f"refused_{reason}": total(REFUSED_REQUESTS + index)
+            for index, reason in enumerate(REASONS)
+        },
     }

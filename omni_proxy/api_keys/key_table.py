@@ -78,8 +78,8 @@ def resolve(
         place: Path = (*path, index)
         try:
             digest = reader.sha256_of(entry)
-        except UnusableKey as unusable:
-            findings.append(((*place, entry.source), str(unusable), ""))
+        except UnusableKey as error:
+            findings.append(((*place, entry.source), str(error), ""))
             continue
         if digest in holders:
             hint = f"give each its own: {format_path(holders[digest])} has this one"
@@ -105,11 +105,11 @@ class KeyTable(Generic[Entry]):
     def find(self, key: bytes) -> Entry | None:
         """The entry of a presented key, None for a wrong key."""
         digest = sha256(key).digest()
-        found = None
-        for known, entry in self._by_digest:
-            if compare_digest(known, digest):
-                found = entry
-        return found
+        matching_entry = None
+        for known_digest, entry in self._by_digest:
+            if compare_digest(known_digest, digest):
+                matching_entry = entry
+        return matching_entry
 
 
 def bearer_token(authorization: bytes) -> bytes:

@@ -25,8 +25,8 @@ FRESH: Final = 4  # newest buckets: those of other processes are read each time
 class Cells(Protocol):
     """A list, or memory that processes share. All values are zero or above."""
 
-    def __getitem__(self, at: int, /) -> int: ...
-    def __setitem__(self, at: int, value: int, /) -> None: ...
+    def __getitem__(self, index: int, /) -> int: ...
+    def __setitem__(self, index: int, value: int, /) -> None: ...
 
 
 def no_fence() -> None:
@@ -34,20 +34,20 @@ def no_fence() -> None:
 
 
 class RateWindow:
-    """`cells`: `WINDOW_CELLS` of this process, from index `at` on. They may have earlier counts."""
+    """`cells`: `WINDOW_CELLS` of this process, from index `start` on, maybe with earlier counts."""
 
     __slots__ = (
-        "_at", "_cells", "_closed", "_ends_at", "_fence", "_others", "_place", "_tries", "bucket",
-        "total",
+        "_cells", "_closed", "_ends_at", "_fence", "_others", "_place", "_ring_start", "_tries",
+        "bucket", "total",
     )  # fmt: skip
 
-    def __init__(self, cells: Cells, at: int = 0) -> None:
+    def __init__(self, cells: Cells, start: int = 0) -> None:
         self._cells = cells
-        self._at = at + 1  # start of the ring
+        self._ring_start = start + 1
         self._others: Sequence[Cells] = ()
         self._fence: Callable[[], None] = no_fence
-        self.bucket = cells[at]  # number of the present bucket
-        self._place = self._at + self.bucket % RING  # index of its cell
+        self.bucket = cells[start]  # number of the present bucket
+        self._place = self._ring_start + self.bucket % RING  # index of its cell
         self._ends_at = 0.0  # its end, or earlier
         self.total = self._sum(cells, self.bucket)  # of this process, in the present window
         self._tries = 1
@@ -97,18 +97,18 @@ class RateWindow:
             self.add(-amount)
         return False
 
-    def settle(self, taken: int, bucket: int, actual: int, now: float) -> None:
-        """Replace `taken` in `bucket` by `actual`: an excess is subtracted from that bucket, a
+    def settle(self, reserved: int, bucket: int, actual: int, now: float) -> None:
+        """Replace `reserved` in `bucket` by `actual`: an excess is subtracted from that bucket, a
         shortfall is added to the present one, even above the limit."""
         if now >= self._ends_at:
             self._follow(now)
-        more = actual - taken
+        more = actual - reserved
         if more >= 0:
             self.total += more
             self._cells[self._place] += more
         elif bucket > self.bucket - WINDOW:
             self.total += more
-            self._cells[self._at + bucket % RING] += more
+            self._cells[self._ring_start + bucket % RING] += more
 
     def used(self, now: float) -> int:
         if now >= self._ends_at:
@@ -146,7 +146,7 @@ class RateWindow:
     def rows(self, now: float) -> tuple[tuple[int, int], ...]:
         """The present window over all processes: numbers of buckets, and their counts."""
         self.used(now)
-        counts = [(each, self._count_at(each)) for each in self._numbers()]
+        counts = [(number, self._count_at(number)) for number in self._numbers()]
         return tuple((number, count) for number, count in counts if count)
 
     def restore(self, rows: Iterable[tuple[int, int]], now: float) -> None:
@@ -155,7 +155,7 @@ class RateWindow:
         for number, count in rows:
             if number in self._numbers() and count > 0:
                 self.total += count
-                self._cells[self._at + number % RING] += count
+                self._cells[self._ring_start + number % RING] += count
 
     def _numbers(self) -> range:
         """The buckets of the present window."""
@@ -163,23 +163,23 @@ class RateWindow:
 
     def _count_at(self, number: int) -> int:
         """The count of a bucket, over all processes."""
-        at = self._at + number % RING
+        index = self._ring_start + number % RING
         return sum(
-            cells[at]
+            cells[index]
             for cells in (self._cells, *self._others)
-            if number <= cells[self._at - 1] < number + RING
+            if number <= cells[self._ring_start - 1] < number + RING
         )
 
     def _newest(self) -> int:
         """The newest bucket of any other process."""
-        at = self._at - 1
-        return max([cells[at] for cells in self._others])
+        index = self._ring_start - 1
+        return max([cells[index] for cells in self._others])
 
     def _total(self) -> int:
-        at, total, first = self._at, self.total + self._closed, self.bucket - FRESH + 1
+        start, total, first = self._ring_start, self.total + self._closed, self.bucket - FRESH + 1
         for cells in self._others:
-            for number in range(first, cells[at - 1] + 1):
-                total += cells[at + number % RING]
+            for number in range(first, cells[start - 1] + 1):
+                total += cells[start + number % RING]
         return total
 
     def _sum_closed(self) -> int:
@@ -187,10 +187,10 @@ class RateWindow:
 
     def _sum(self, cells: Cells, last: int) -> int:
         """The sum of one process in the present window, up to bucket `last`."""
-        at, newest = self._at, cells[self._at - 1]
+        start, newest = self._ring_start, cells[self._ring_start - 1]
         first = max(0, self.bucket - WINDOW + 1, newest - RING + 1)
         last = min(last, newest)
-        return sum([cells[at + each % RING] for each in range(first, last + 1)])
+        return sum([cells[start + number % RING] for number in range(first, last + 1)])
 
     def _follow(self, now: float) -> None:
         number = int(now * PER_SEC)
@@ -200,10 +200,10 @@ class RateWindow:
 
     def _advance(self, number: int) -> None:
         """Start the buckets up to `number`, with counts of 0."""
-        cells, at = self._cells, self._at
-        for each in range(max(self.bucket + 1, number - RING + 1), number + 1):
-            cells[at + each % RING] = 0
-        self.bucket = cells[at - 1] = number
-        self._place = at + number % RING
+        cells, start = self._cells, self._ring_start
+        for bucket in range(max(self.bucket + 1, number - RING + 1), number + 1):
+            cells[start + bucket % RING] = 0
+        self.bucket = cells[start - 1] = number
+        self._place = start + number % RING
         self.total = self._sum(cells, number)
         self._closed = self._sum_closed()
