@@ -63,6 +63,8 @@ from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 
 _BLANK: Final = b"\r\n\r\n"
+# Errors that the coroutine handles. Cython compiles no `*` in an `except` clause.
+_REFUSALS: Final = (HttpError, *MALFORMED)
 
 
 class FastPath(EventHandler):
@@ -219,7 +221,7 @@ class FastPath(EventHandler):
                     return self._send_legs(exchange, lines, body)
                 body, target = self._body_for(exchange, need, body), exchange.rank or worker
                 length_line = length_lines(len(body))[1]
-        except (HttpError, *MALFORMED):
+        except _REFUSALS:
             return False
         pool = services.pools.known.get(target) or services.pools.of(target)
         upstream = pool.reuse(self)
