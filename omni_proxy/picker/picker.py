@@ -45,8 +45,7 @@ from omni_proxy.routing.routes import (
     DEFAULT_PATH,
     MethodNotAllowed,
     Route,
-    match_configured,
-    match_route,
+    find_route,
 )
 from omni_proxy.routing.weighted_split import AliasRequirement
 from omni_proxy.shared.decoding import MALFORMED
@@ -198,13 +197,9 @@ class Picker:
     def _route_of(self, request: PickRequest) -> Route:
         method, _, path = request.head.log_words
         try:
-            configured = self._services.settings.routes
-            route = match_route(method, path) or match_configured(configured, method, path)
+            route = find_route(self._services.settings.routes, method, path)
         except MethodNotAllowed as error:
-            allowed = ", ".join(sorted(error.allowed))
-            raise HttpError(405, f"{path} allows {allowed}", "method_not_allowed").with_headers(
-                ("allow", allowed)
-            ) from None
+            raise error.as_http_error() from None
         if route is None:
             raise HttpError(404, f"{path} is no model route", "unknown_path")
         return route
@@ -313,8 +308,7 @@ class Picker:
         """
         exchange = Exchange(self.now, "-")
         exchange.method, exchange.target = "POST", path
-        configured = self._services.settings.routes
-        exchange.route = match_route("POST", path) or match_configured(configured, "POST", path)
+        exchange.route = find_route(self._services.settings.routes, "POST", path)
         self._services.inflight.admit(exchange)
         worker = exchange.worker = target.worker
         count_at(target, 1)

@@ -12,6 +12,7 @@ from enum import Enum
 
 from omni_proxy.config.schema import RouteEntry
 from omni_proxy.fleet.worker import capability_mask, counter_offset
+from omni_proxy.wire.errors import HttpError
 
 
 class BodyKind(Enum):
@@ -164,6 +165,14 @@ class MethodNotAllowed(Exception):
         super().__init__("Method Not Allowed")
         self.allowed = allowed
 
+    def as_http_error(self, *, close: bool = False) -> HttpError:
+        """The 405. `close`: a body has not been read."""
+        allowed = ", ".join(sorted(self.allowed))
+        return HttpError(
+            405, f"this path accepts only {allowed}", "method_not_allowed",
+            close=close, detail=str(self),
+        ).with_headers(("allow", allowed))  # fmt: skip
+
 
 def match_route(method: str, path: str) -> Route | None:
     """The built-in model route of a path, None for any other path. Raises MethodNotAllowed."""
@@ -197,9 +206,13 @@ def configured_routes(entries: Iterable[RouteEntry]) -> ConfiguredRoutes:
     }  # fmt: skip
 
 
-def match_configured(routes: ConfiguredRoutes, method: str, path: str) -> Route | None:
-    """Like `match_route`, for a path without a built-in route. Raises MethodNotAllowed."""
-    row = routes.get(path)
+def find_route(configured: ConfiguredRoutes, method: str, path: str) -> Route | None:
+    """The model route of a path, built-in or else configured; None for any other path. Raises
+    MethodNotAllowed."""
+    route = match_route(method, path)
+    if route is not None:
+        return route
+    row = configured.get(path)
     if row is not None and method not in row.methods:
         raise MethodNotAllowed(row.methods)
     return row

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 from omni_proxy.config.parse import parse
 from omni_proxy.fleet.worker import capability_mask
 from omni_proxy.routing.routes import (
+    DEFAULT_PATH,
     MODEL_PATHS,
     BodyKind,
     MethodNotAllowed,
     Pinning,
     configured_routes,
-    match_configured,
+    find_route,
     match_route,
 )
 
@@ -136,12 +137,18 @@ path = "/own"
 
 def test_a_configured_route_matches_exactly_its_path():
     routes = configured_routes(parse(CONFIGURED).routes)
-    route = match_configured(routes, "PUT", "/skyrl/v1/generate")
+    route = find_route(routes, "PUT", "/skyrl/v1/generate")
     assert (route.traffic, route.mask) == ("configured", capability_mask(["speech"]))
     assert route.text == ("token_ids", "input.text")
-    assert match_configured(routes, "POST", "/own").mask == capability_mask(["chat"])
+    assert find_route(routes, "POST", "/own").mask == capability_mask(["chat"])
     for path in ("/own/", "/own/x", "/Own", "/skyrl/v1", "/"):
-        assert match_configured(routes, "POST", path) is None
+        assert find_route(routes, "POST", path) is None
     with pytest.raises(MethodNotAllowed) as caught:
-        match_configured(routes, "GET", "/skyrl/v1/generate")
+        find_route(routes, "GET", "/skyrl/v1/generate")
     assert caught.value.allowed == {"POST", "PUT"}
+    error = caught.value.as_http_error(close=True)
+    assert (error.status, error.message) == (405, "this path accepts only POST, PUT")
+    assert error.close
+    assert ("allow", "POST, PUT") in error.headers
+    # A built-in route is found, too, and takes precedence.
+    assert find_route(routes, "POST", DEFAULT_PATH) is match_route("POST", DEFAULT_PATH)

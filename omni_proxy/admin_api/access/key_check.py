@@ -24,8 +24,7 @@ from omni_proxy.dataplane.upstream.pool import ADMIN_HOST, METRICS_HOST
 from omni_proxy.routing.routes import (
     MethodNotAllowed,
     configured_routes,
-    match_configured,
-    match_route,
+    find_route,
 )
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.wire.errors import HttpError
@@ -198,7 +197,7 @@ def _refuse_model_traffic(of: Request, config: Config, *, relays: bool) -> None:
         return
     try:
         configured = configured_routes(config.routes)
-        route = match_route(of.method, of.path) or match_configured(configured, of.method, of.path)
+        route = find_route(configured, of.method, of.path)
         served = route is not None
     except MethodNotAllowed:
         served = True

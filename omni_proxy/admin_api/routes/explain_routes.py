@@ -40,8 +40,7 @@ from omni_proxy.routing.routes import (
     MethodNotAllowed,
     Route,
     configured_routes,
-    match_configured,
-    match_route,
+    find_route,
 )
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.telemetry.recent_window import RecentWindow
@@ -87,7 +86,7 @@ class ExplainRoutes:
         path = request.args.get("path", DEFAULT_PATH)
         try:
             configured = configured_routes(self._config_store.config.routes)
-            route = match_route("POST", path) or match_configured(configured, "POST", path)
+            route = find_route(configured, "POST", path)
         except MethodNotAllowed:
             route = None
         if route is None:

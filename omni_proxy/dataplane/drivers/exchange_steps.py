@@ -50,7 +50,7 @@ from omni_proxy.routing.inspect.requirements import (
     inspect_request,
     requirements_of_large_json,
 )
-from omni_proxy.routing.routes import MethodNotAllowed, match_configured, match_route
+from omni_proxy.routing.routes import MethodNotAllowed, find_route
 from omni_proxy.routing.weighted_split import AliasRequirement, Split
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.forwarded import with_received
@@ -78,13 +78,11 @@ def respond(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response:
     if head.origin:
         exchange.cors = settings.cors.lines(head.origin)
     try:
-        route = match_route(exchange.method, path) or match_configured(
-            settings.routes, exchange.method, path
-        )
+        route = find_route(settings.routes, exchange.method, path)
     except MethodNotAllowed as error:
         if is_preflight(head) and settings.cors:
             return reply_to_preflight(io, exchange, head, error.allowed)
-        raise _wrong_method(head, error) from None
+        raise error.as_http_error(close=bool(head.length)) from None
     if route is None:
         exchange.cors = b""  # admin routes have their own CORS rules
         return _respond_by_admin_api(io, exchange, head)
@@ -100,14 +98,6 @@ def respond(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response:
     if not io.services.inflight.admit(exchange):
         return _wait_for_slot(io, exchange, head)
     return _admitted(io, exchange, head)
-
-
-def _wrong_method(head: RequestHead, error: MethodNotAllowed) -> HttpError:
-    allowed = ", ".join(sorted(error.allowed))
-    return HttpError(
-        405, f"this path accepts only {allowed}", "method_not_allowed",
-        close=bool(head.length), detail="Method Not Allowed",
-    ).with_headers(("allow", allowed))  # fmt: skip
 
 
 async def _wait_for_slot(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> bool:

@@ -28,8 +28,7 @@ from omni_proxy.routing.routes import (
     ConfiguredRoutes,
     MethodNotAllowed,
     Route,
-    match_configured,
-    match_route,
+    find_route,
 )
 from omni_proxy.shared.decoding import MALFORMED
 from omni_proxy.wire.errors import HttpError
@@ -173,7 +172,7 @@ class FastPathCache:
             return None
         method, _, path = head.log_words
         try:
-            route = match_route(method, path) or match_configured(self._routes, method, path)
+            route = find_route(self._routes, method, path)
         except MethodNotAllowed:
             return None
         if route is None or route.websocket or route.pinning is not UNPINNED or route.text:
