@@ -25,7 +25,8 @@ from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.downstream.connection import Connection
 from omni_proxy.dataplane.status import MAX_CONNECTIONS, connection_record, counters
-from omni_proxy.multiprocess.ipc import (
+from omni_proxy.multiprocess.ipc_channel import IpcChannel
+from omni_proxy.multiprocess.ipc_messages import (
     AbortCommand,
     AbortedEvent,
     AckEvent,
@@ -35,7 +36,6 @@ from omni_proxy.multiprocess.ipc import (
     DrainCommand,
     EngineLoadsCommand,
     EngineLoadsEvent,
-    IpcChannel,
     KvChangesCommand,
     ListenCommand,
     ListenFailedEvent,
@@ -356,7 +356,7 @@ class DataPlaneProcess:
 
     def _send_metrics(self) -> None:
         metrics = self._meters.take()
-        if metrics.cells or metrics.worker_ends or metrics.slots:
+        if metrics.series or metrics.worker_counts or metrics.seconds:
             self._channel.send(metrics)
 
     async def _poll_queue_room(self) -> None:

@@ -14,7 +14,7 @@ import trio
 
 from omni_proxy.fleet.engine_load import EngineLoads
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.multiprocess.ipc import LoadRow
+from omni_proxy.multiprocess.ipc_messages import LoadRow
 from omni_proxy.wire.load_report import EngineLoad, LoadReport
 
 SEND_SECS: Final = 0.1
@@ -25,7 +25,7 @@ IdsOf = Callable[[Worker], tuple[int, int] | None]  # serial number and cell
 def load_rows(targets: Iterable[Worker], ids_of: IdsOf) -> list[LoadRow]:
     """Rows of the workers and ranks that have a report and a serial number."""
     return [
-        (ids[0], *target.engine_load.report, target.engine_load.at)
+        LoadRow(ids[0], *target.engine_load.report, target.engine_load.at)
         for target in targets
         if target.engine_load is not None and (ids := ids_of(target)) is not None
     ]
@@ -36,9 +36,10 @@ def take_rows(
 ) -> list[Worker]:
     """Apply rows that are newer than the known reports; returns their targets."""
     taken = []
-    for serial, waiting, kv_usage, at in rows:
-        target = find(serial)
-        if target is not None and loads.take(target, EngineLoad(LoadReport(waiting, kv_usage), at)):
+    for row in rows:
+        target = find(row.serial)
+        load = EngineLoad(LoadReport(row.waiting, row.kv_usage), row.at)
+        if target is not None and loads.take(target, load):
             taken.append(target)
     return taken
 

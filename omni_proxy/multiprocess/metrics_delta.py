@@ -12,15 +12,22 @@ from collections.abc import Callable
 
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker, zero_counters
-from omni_proxy.multiprocess.ipc import (
+from omni_proxy.multiprocess.ipc_messages import (
+    AliasTargetDelta,
+    CachedTokensDelta,
+    EndsDelta,
+    ExemplarDelta,
+    FailedAttemptsDelta,
     HistogramDelta,
     MetricsEvent,
     RecentEndDelta,
     SeriesDelta,
+    TokensDelta,
     WindowDelta,
+    WorkerCountsDelta,
 )
 from omni_proxy.multiprocess.replicated_fleet import shared_ids
-from omni_proxy.telemetry.histogram import DURATION, Exemplars, Histogram, LateHistogram, Noted
+from omni_proxy.telemetry.histogram import DURATION, Exemplars, Histogram, LateHistogram
 from omni_proxy.telemetry.metrics import LEGS, Metrics, RoutePhases, RouteSeries
 from omni_proxy.telemetry.recent_window import RecentWindow, WindowCounts
 
@@ -52,7 +59,9 @@ class MetricsDelta(Metrics):
             del self._between[key]
 
     def take(self) -> MetricsEvent:
-        open_streams = {key: of for key, of in self._between.items() if any(of.counts)}
+        open_streams = {
+            key: between for key, between in self._between.items() if any(between.counts)
+        }
         for route, worker in open_streams:
             self.series_for(route, worker)
         event = self._take_all()
@@ -61,7 +70,7 @@ class MetricsDelta(Metrics):
         return event
 
     def _take_all(self) -> MetricsEvent:
-        cells, self._series = self.series, {}
+        series, self._series = self.series, {}
         phases, self._phases = self.phases, {}
         failed, self.failed_attempts = self.failed_attempts, Counter()
         retries, self.retries = self.retries, 0
@@ -74,23 +83,28 @@ class MetricsDelta(Metrics):
         recent, self._recent = self._recent, RecentDelta()
         assert isinstance(recent, RecentDelta)
         return MetricsEvent(
-            cells=[_series_delta(route, worker, cell) for (route, worker), cell in cells.items()],
+            series=[_series_delta(route, worker, cell) for (route, worker), cell in series.items()],
             phases={
                 route: _phase_deltas(phases_of_route) for route, phases_of_route in phases.items()
             },
-            slots=recent.window_deltas(),
+            seconds=recent.window_deltas(),
             ends=recent.end_deltas(),
-            failed_attempts=[(_serial(w), cause, count) for (w, cause), count in failed.items()],
+            failed_attempts=[
+                FailedAttemptsDelta(_serial(worker), cause, count)
+                for (worker, cause), count in failed.items()
+            ],
             retries=retries,
-            alias_targets=[(*names, count) for names, count in targets.items()],
+            alias_targets=[AliasTargetDelta(*names, count) for names, count in targets.items()],
             legs={leg: _histogram_delta(times) for leg, times in legs.items() if any(times.counts)},
             transfer_failures=failures,
             fallbacks=dict(fallbacks),
-            cached_tokens=[(_serial(worker), *counts) for worker, counts in cached.items()],
-            worker_ends=_worker_counts(self._fleet.targets()),
+            cached_tokens=[
+                CachedTokensDelta(_serial(worker), *counts) for worker, counts in cached.items()
+            ],
+            worker_counts=_worker_counts(self._fleet.targets()),
             exemplars=[
-                (route, _serial(worker), kind, *noted)
-                for (route, worker), kind, noted in exemplars.rows()
+                ExemplarDelta(route, _serial(worker), kind, exemplar)
+                for (route, worker), kind, exemplar in exemplars.rows()
             ],
         )
 
@@ -108,15 +122,15 @@ class RecentDelta(RecentWindow):
         ]
 
     def end_deltas(self) -> list[RecentEndDelta]:
-        well = [RecentEndDelta(False, end) for end in self._ends]
-        return well + [RecentEndDelta(True, end) for end in self._failures]
+        completed = [RecentEndDelta(False, end) for end in self._ends]
+        return completed + [RecentEndDelta(True, end) for end in self._failures]
 
 
 def merge_metrics(
     event: MetricsEvent, meters: Metrics, recent: RecentWindow, find: FindWorker
 ) -> None:
     """`find`: a worker by its serial number; metrics of a removed one are dropped."""
-    for delta in event.cells:
+    for delta in event.series:
         worker = find(delta.serial)
         if worker is not None or not delta.serial:
             _merge_series(delta, meters, worker)
@@ -124,21 +138,26 @@ def merge_metrics(
         phases = meters.phases_for(route)
         for name, phase_delta in zip(PHASES, deltas, strict=True):
             _merge_histogram(getattr(phases, name), phase_delta)
-    for serial, cause, count in event.failed_attempts:
-        worker = find(serial)
+    for attempts in event.failed_attempts:
+        worker = find(attempts.serial)
         if worker is not None:
-            meters.failed_attempts[worker, cause] += count
+            meters.failed_attempts[worker, attempts.cause] += attempts.count
     meters.retries += event.retries
-    for alias, target, count in event.alias_targets:
-        meters.alias_targets[alias, target] += count
+    for requests in event.alias_targets:
+        meters.alias_targets[requests.alias, requests.target] += requests.count
     _merge_legs(event, meters)
     _merge_cached_tokens(event, meters, find)
     _merge_recent(event, recent, find)
     _merge_exemplars(event, meters, find)
-    for serial, traffic, routed, succeeded, failed in event.worker_ends:
-        worker = find(serial)
+    for counts in event.worker_counts:
+        worker = find(counts.serial)
         if worker is not None:
-            worker.add_counts(traffic, routed=routed, succeeded=succeeded, failed=failed)
+            worker.add_counts(
+                counts.traffic,
+                routed=counts.routed,
+                succeeded=counts.succeeded,
+                failed=counts.failed,
+            )
 
 
 def _serial(worker: Worker | None) -> int:
@@ -147,25 +166,23 @@ def _serial(worker: Worker | None) -> int:
 
 
 def _sparse(counts: list[int]) -> dict[int, int]:
-    return {place: count for place, count in enumerate(counts) if count}
+    return {index: count for index, count in enumerate(counts) if count}
 
 
-def _histogram_delta(of: Histogram) -> HistogramDelta:
-    return HistogramDelta(_sparse(of.counts), of.sum)
+def _histogram_delta(histogram: Histogram) -> HistogramDelta:
+    return HistogramDelta(_sparse(histogram.counts), histogram.sum)
 
 
 def _series_delta(route: str, worker: Worker | None, cell: RouteSeries) -> SeriesDelta:
     return SeriesDelta(
         route=route,
         serial=_serial(worker),
-        ends=[(*key, count) for key, count in cell.ends.items()],
-        spreads=(
-            _histogram_delta(cell.total),
-            _histogram_delta(cell.first),
-            _histogram_delta(cell.between),
-        ),
+        ends=[EndsDelta(*key, count) for key, count in cell.ends.items()],
+        total=_histogram_delta(cell.total),
+        first=_histogram_delta(cell.first),
+        between=_histogram_delta(cell.between),
         sums=tuple(getattr(cell, name) for name in SUMS),
-        tokens=[(*key, count) for key, count in cell.tokens.items()],
+        tokens=[TokensDelta(*key, count) for key, count in cell.tokens.items()],
     )
 
 
@@ -173,36 +190,35 @@ def _phase_deltas(phases: RoutePhases) -> list[HistogramDelta]:
     return [_histogram_delta(getattr(phases, name)) for name in PHASES]
 
 
-def _worker_counts(workers: list[Worker]) -> list[tuple[int, str, int, int, int]]:
+def _worker_counts(workers: list[Worker]) -> list[WorkerCountsDelta]:
     rows = []
     for worker in workers:
         routed, succeeded, failed = worker.routed, worker.succeeded, worker.failed
         for traffic in {**routed, **succeeded, **failed}:
-            ends = (succeeded.get(traffic, 0), failed.get(traffic, 0))
-            rows.append((_serial(worker), traffic, routed.get(traffic, 0), *ends))
+            counts = (by_kind.get(traffic, 0) for by_kind in (routed, succeeded, failed))
+            rows.append(WorkerCountsDelta(_serial(worker), traffic, *counts))
         worker.counts = zero_counters()
     return rows
 
 
 def _merge_series(delta: SeriesDelta, meters: Metrics, worker: Worker | None) -> None:
     cell = meters.series_for(delta.route, worker)
-    for model, hundreds, end, count in delta.ends:
-        key = (model, hundreds, end)
-        cell.ends[key] = cell.ends.get(key, 0) + count
-    for histogram, spread in zip(
-        (cell.total, cell.first, cell.between), delta.spreads, strict=True
-    ):
-        _merge_histogram(histogram, spread)
+    for end in delta.ends:
+        key = (end.model, end.status_class, end.outcome)
+        cell.ends[key] = cell.ends.get(key, 0) + end.count
+    _merge_histogram(cell.total, delta.total)
+    _merge_histogram(cell.first, delta.first)
+    _merge_histogram(cell.between, delta.between)
     for name, count in zip(SUMS, delta.sums, strict=True):
         setattr(cell, name, getattr(cell, name) + count)
-    for model, kind, count in delta.tokens:
-        cell.tokens[model, kind] += count
+    for tokens in delta.tokens:
+        cell.tokens[tokens.model, tokens.kind] += tokens.count
 
 
-def _merge_histogram(of: Histogram, delta: HistogramDelta) -> None:
-    for place, count in delta.places.items():
-        of.counts[place] += count
-    of.sum += delta.sum
+def _merge_histogram(histogram: Histogram, delta: HistogramDelta) -> None:
+    for index, count in delta.bucket_counts.items():
+        histogram.counts[index] += count
+    histogram.sum += delta.sum
 
 
 def _merge_legs(event: MetricsEvent, meters: Metrics) -> None:
@@ -213,24 +229,24 @@ def _merge_legs(event: MetricsEvent, meters: Metrics) -> None:
 
 
 def _merge_cached_tokens(event: MetricsEvent, meters: Metrics, find: FindWorker) -> None:
-    for serial, predicted, reported in event.cached_tokens:
-        worker = find(serial)
+    for delta in event.cached_tokens:
+        worker = find(delta.serial)
         if worker is not None:
-            meters.count_cached(worker, predicted, reported)
+            meters.count_cached(worker, delta.predicted, delta.reported)
 
 
 def _merge_exemplars(event: MetricsEvent, meters: Metrics, find: FindWorker) -> None:
-    for route, serial, kind, trace_id, secs, at in event.exemplars:
-        worker = find(serial)
-        if worker is not None or not serial:
-            meters.exemplars.put((route, worker), kind, Noted(trace_id, secs, at))
+    for delta in event.exemplars:
+        worker = find(delta.serial)
+        if worker is not None or not delta.serial:
+            meters.exemplars.put((delta.route, worker), delta.kind, delta.exemplar)
 
 
 def _merge_recent(event: MetricsEvent, recent: RecentWindow, find: FindWorker) -> None:
-    for slot in event.slots:
-        _merge_window(slot, recent, find)
-    for noted in event.ends:
-        recent.add_finished(noted.end, failed=noted.trouble)
+    for delta in event.seconds:
+        _merge_window(delta, recent, find)
+    for finished in event.ends:
+        recent.add_finished(finished.end, failed=finished.failed)
 
 
 def _merge_window(delta: WindowDelta, recent: RecentWindow, find: FindWorker) -> None:
@@ -243,5 +259,5 @@ def _merge_window(delta: WindowDelta, recent: RecentWindow, find: FindWorker) ->
         slot = recent.sums.setdefault(worker, WindowCounts())
     slot.requests += delta.requests
     slot.errors += delta.errors
-    for place, count in delta.firsts.items():
-        slot.firsts[place] += count
+    for index, count in delta.firsts.items():
+        slot.firsts[index] += count

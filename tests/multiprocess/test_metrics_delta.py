@@ -4,7 +4,7 @@ import msgspec
 
 from omni_proxy.dataplane.exchange.request_trace import RequestTrace
 from omni_proxy.fleet.worker import worker_state
-from omni_proxy.multiprocess.ipc import MetricsEvent
+from omni_proxy.multiprocess.ipc_messages import MetricsEvent
 from omni_proxy.multiprocess.metrics_delta import PHASES, MetricsDelta, merge_metrics
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
 from omni_proxy.multiprocess.shared_memory.worker_counters import SharedCounters
@@ -87,8 +87,8 @@ def test_the_metrics_of_two_processes_add_up_to_those_of_one():
         delta = msgspec.msgpack.decode(msgspec.msgpack.encode(dataplane.take()), type=MetricsEvent)
         merge_metrics(delta, summed, summed_recent, workers.get)
     remaining = dataplane.take()
-    assert not remaining.cells
-    assert not remaining.slots
+    assert not remaining.series
+    assert not remaining.seconds
     expected = without_overhead(values_of(main, single, recent))
     assert without_overhead(values_of(main, summed, summed_recent)) == expected
     assert expected[3] == 2
@@ -114,7 +114,7 @@ def test_each_gap_of_a_long_stream_is_in_exactly_one_delta():
         merge_metrics(dataplane.take(), meters, recent, workers.get)
     between = meters.series[path, main.workers[0]].between
     assert (sum(between.counts), round(between.sum, 6)) == (3, 4.32)
-    assert not dataplane.take().cells
+    assert not dataplane.take().series
 
 
 def test_gaps_of_a_removed_worker_are_dropped():
@@ -125,7 +125,7 @@ def test_gaps_of_a_removed_worker_are_dropped():
     gaps = dataplane.gap_histogram(exchange)
     follower.follow([worker_state(main.workers[1], 2, 2)], NOW)
     gaps.observe(0.1)
-    assert not dataplane.take().cells
+    assert not dataplane.take().series
 
 
 def test_counts_of_workers_are_merged_and_those_of_removed_workers_dropped():
@@ -138,7 +138,7 @@ def test_counts_of_workers_are_merged_and_those_of_removed_workers_dropped():
     merge_metrics(delta, meters, recent, {1: main.workers[0]}.get)
     assert (main.workers[0].routed["generation"], main.workers[0].failed["generation"]) == (3, 1)
     assert not main.workers[1].routed
-    assert not dataplane.take().worker_ends
+    assert not dataplane.take().worker_counts
 
 
 def test_exemplars_of_processes_reach_the_main_process():

@@ -10,7 +10,7 @@ from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.accept.listener import Listener, open_socket
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.fleet.worker import worker_state
-from omni_proxy.multiprocess.ipc import (
+from omni_proxy.multiprocess.ipc_messages import (
     ClearCacheCommand,
     DrainCommand,
     ListenCommand,
@@ -164,7 +164,7 @@ async def test_a_process_reports_failures_and_metrics(world):
     assert failed.serial == 2
     assert "reset" in failed.error
     tally = (await control.until_received(MetricsEvent))[0]
-    assert sum(count for cell in tally.cells for *_, count in cell.ends)
+    assert sum(end.count for series in tally.series for end in series.ends)
     stats = (await control.until_received(ProcessStats))[-1]
     assert stats.counts["accepted"] >= 0
     assert control.counters.row(1)[0] == 0
@@ -181,7 +181,7 @@ async def test_a_drained_process_exits_with_status_0_and_reports_everything(worl
         await control.exited.wait()
     assert control.exit_reason == "ended with exit status 0"
     tallies = [each for each in control.received if isinstance(each, MetricsEvent)]
-    assert sum(count for tally in tallies for cell in tally.cells for *_, count in cell.ends) == 1
+    assert sum(e.count for tally in tallies for series in tally.series for e in series.ends) == 1
 
 
 async def test_no_task_waits_for_the_acknowledgement_of_a_killed_process(world):

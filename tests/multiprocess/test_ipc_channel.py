@@ -7,15 +7,13 @@ import pytest
 import trio
 import trio.testing
 
-from omni_proxy.multiprocess.ipc import (
+from omni_proxy.multiprocess.ipc_channel import IpcChannel, MessageFrames, encode_frame
+from omni_proxy.multiprocess.ipc_messages import (
     AckEvent,
     ClearCacheCommand,
-    IpcChannel,
     ListenCommand,
-    MessageFrames,
     ProcessCommand,
     ProcessEvent,
-    encode_frame,
 )
 
 
