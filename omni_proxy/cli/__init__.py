@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final, cast
 
-USAGE_ERROR: Final = 2
-BROKEN_PIPE: Final = 141  # 128 + SIGPIPE
-INTERRUPTED: Final = 130  # 128 + SIGINT
+EXIT_USAGE_ERROR: Final = 2
+EXIT_BROKEN_PIPE: Final = 141  # 128 + SIGPIPE
+EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT
 # Command name to module, and the function if it is not `main`.
 COMMANDS: Final = {
     "bench": "omni_proxy.cli.bench.command",
@@ -22,7 +22,7 @@ COMMANDS: Final = {
     "completion": "omni_proxy.cli.completion.command",
     "explain": "omni_proxy.cli.explain",
     "init": "omni_proxy.cli.config_file.init",
-    "keys": "omni_proxy.cli.config_file.keys",
+    "keys": "omni_proxy.cli.keys",
     "launch": "omni_proxy.cli.launch",
     "launch-router": "omni_proxy.cli.launch:main_router",
     "logs": "omni_proxy.cli.logs.command",
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = COMMANDS | INNER
     if args and args[0] not in commands and not args[0].startswith("-"):
         print(f"omni-proxy: {_unknown_command(args[0])}", file=sys.stderr)
-        return USAGE_ERROR
+        return EXIT_USAGE_ERROR
     command = args.pop(0) if args and args[0] in commands else "serve"
     module, _, function = commands[command].partition(":")
     run = getattr(importlib.import_module(module), function or "main")
@@ -69,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader closed the pipe (`| head`); the interpreter would flush the rest again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:  # Ctrl-C: no traceback
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     return status
 
 

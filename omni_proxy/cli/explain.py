@@ -14,7 +14,7 @@ from typing import Final
 from urllib.parse import quote
 
 from omni_proxy.cli.client.admin_client import (
-    NOT_REACHABLE,
+    EXIT_NOT_REACHABLE,
     AdminClient,
     AdminClientError,
     JsonObject,
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
             reply = proxy.post_bytes(f"/explain?path={quote(arguments.path)}", body, headers)
     except AdminClientError as error:
         print(f"omni-proxy explain: {error}", file=sys.stderr)
-        return NOT_REACHABLE
+        return EXIT_NOT_REACHABLE
     explanation = reply.body
     if arguments.json:
         print(json.dumps(explanation, indent=2))

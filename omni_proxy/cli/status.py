@@ -17,7 +17,7 @@ from typing import Final
 
 from omni_proxy import __version__
 from omni_proxy.cli.client.admin_client import (
-    NOT_REACHABLE,
+    EXIT_NOT_REACHABLE,
     AdminClient,
     AdminClientError,
     AdminTarget,
@@ -59,7 +59,7 @@ from omni_proxy.cli.terminal_text import (
     truncate,
 )
 
-NOT_READY: Final = 1
+EXIT_NOT_READY: Final = 1
 WIDTH: Final = 80  # without a terminal, and the minimum
 ROWS: Final = 12
 REMARKS: Final = 8
@@ -90,14 +90,14 @@ def main(argv: Sequence[str]) -> int:
         feed = feed_of(snapshot)
     except AdminClientError as error:
         print(f"omni-proxy status: {error}", file=sys.stderr)
-        return NOT_REACHABLE
+        return EXIT_NOT_REACHABLE
     if arguments.json:
         print(json.dumps(snapshot, indent=2))
     else:
         width = shutil.get_terminal_size((WIDTH, 24)).columns
         rows = len(feed.fleet) if arguments.all else ROWS
         print("\n".join(render_status(feed, target.url, width, rows)))
-    return 0 if feed.ready else NOT_READY
+    return 0 if feed.ready else EXIT_NOT_READY
 
 
 def fetch_feed(target: AdminTarget) -> JsonObject:

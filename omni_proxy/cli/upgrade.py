@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from omni_proxy.cli.client.admin_client import (
-    NOT_REACHABLE,
+    EXIT_NOT_REACHABLE,
     AdminClient,
     AdminClientError,
     add_target_arguments,
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         path = _socket_of(arguments)
     except AdminClientError as error:
         print(f"omni-proxy upgrade: {error}", file=sys.stderr)
-        return NOT_REACHABLE
+        return EXIT_NOT_REACHABLE
     try:
         return _upgrade(path, binary)
     except (OSError, msgspec.DecodeError) as error:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
             f"omni-proxy upgrade: {path}: {reason}: run it on the proxy's machine, as its user",
             file=sys.stderr,
         )
-        return NOT_REACHABLE
+        return EXIT_NOT_REACHABLE
 
 
 def _socket_of(arguments: argparse.Namespace) -> Path:

@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.admin_ops.routes import ABORT_SYNC
-from omni_proxy.cli import INTERRUPTED
+from omni_proxy.cli import EXIT_INTERRUPTED
 from omni_proxy.cli.client.admin_client import (
-    NOT_REACHABLE,
+    EXIT_NOT_REACHABLE,
     AdminClient,
     AdminClientError,
     AdminReply,
@@ -29,7 +29,7 @@ from omni_proxy.cli.client.admin_client import (
     with_default_command,
 )
 from omni_proxy.cli.client.feed_model import PausedWorker
-from omni_proxy.cli.client.worker_changes import ChangeRefused, require_accepted
+from omni_proxy.cli.client.worker_changes import EXIT_REFUSED, ChangeRefused, require_accepted
 from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.rollout import add_rollout_arguments, run_rollout
 from omni_proxy.cli.screen.diagnosis import describe_rollout, describe_sync, pause_lines
@@ -91,7 +91,6 @@ ROLLBACK: Final = "/weights/rollback"
 SELECTING: Final = ("pause", "continue", "checksum")
 # Commands that only read, and their paths.
 READ_PATHS: Final = {"status": "/weights", "versions": "/weights/versions"}
-REFUSED: Final = 1
 
 
 def parser() -> argparse.ArgumentParser:
@@ -139,13 +138,13 @@ def main(argv: Sequence[str]) -> int:
             reply = _ask(proxy, arguments)
     except AdminClientError as error:
         print(f"omni-proxy weights: {error}", file=sys.stderr)
-        return NOT_REACHABLE
+        return EXIT_NOT_REACHABLE
     except ChangeRefused as error:
         print(f"omni-proxy weights: {error}", file=sys.stderr)
-        return REFUSED
+        return EXIT_REFUSED
     except KeyboardInterrupt:
         print("no longer waiting; the operation continues in the proxy", file=sys.stderr)
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     return _print_result(reply, arguments)
 
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Final, get_args
 
-from omni_proxy.cli import INTERRUPTED
+from omni_proxy.cli import EXIT_INTERRUPTED
 from omni_proxy.cli.client.admin_client import (
-    NOT_REACHABLE,
+    EXIT_NOT_REACHABLE,
     AdminClient,
     AdminClientError,
     JsonObject,
@@ -25,7 +25,9 @@ from omni_proxy.cli.client.admin_client import (
     with_default_command,
 )
 from omni_proxy.cli.client.worker_changes import (
+    EXIT_REFUSED,
     ChangeRefused,
+    WorkerAction,
     change_worker,
     fetch_workers,
     find_worker,
@@ -45,7 +47,6 @@ from omni_proxy.cli.terminal_text import (
 from omni_proxy.config.fields import CAPABILITIES, Role
 from omni_proxy.shared.engine_protocol import KvConnector
 
-REFUSED: Final = 1
 # A reply may wait for a weight update, for a probe, or for the end of a drain.
 ANSWER_SECS: Final = 600.0
 POLL_SECS: Final = 0.3
@@ -53,7 +54,8 @@ NOT_HEALTHY: Final = "worker_not_healthy"
 _PAUSE: Final = threading.Event()  # never set: Ctrl-C interrupts this wait
 _HEAD: Final = ("WORKER", "MODEL", "BUSY", "ROUTED", "FAILED", "WEIGHTS", "ORIGIN", "STATE")
 _DONE: Final = {
-    "remove": "removed", "disable": "disabled", "enable": "enabled", "revive": "revived",
+    WorkerAction.REMOVE: "removed", WorkerAction.DISABLE: "disabled",
+    WorkerAction.ENABLE: "enabled", WorkerAction.REVIVE: "revived",
 }  # fmt: skip
 COMMANDS: Final = {
     "list": "the fleet as a table (the default)",
@@ -147,13 +149,13 @@ def main(argv: Sequence[str]) -> int:
             return _run(proxy, arguments)
     except AdminClientError as error:
         print(f"omni-proxy workers: {error}", file=sys.stderr)
-        return NOT_REACHABLE
+        return EXIT_NOT_REACHABLE
     except ChangeRefused as error:
         print(f"omni-proxy workers: {error}", file=sys.stderr)
-        return REFUSED
+        return EXIT_REFUSED
     except KeyboardInterrupt:
         print("no longer waiting; the operation continues in the proxy", file=sys.stderr)
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
 
 
 def _run(proxy: AdminClient, arguments: argparse.Namespace) -> int:
@@ -167,7 +169,7 @@ def _run(proxy: AdminClient, arguments: argparse.Namespace) -> int:
             status = max(status, _change_one(proxy, arguments, name))
         except ChangeRefused as error:
             print(f"omni-proxy workers: {error}", file=sys.stderr)
-            status = REFUSED
+            status = EXIT_REFUSED
     return status
 
 
@@ -186,11 +188,15 @@ def _change_one(proxy: AdminClient, arguments: argparse.Namespace, worker_name: 
             raise ChangeRefused("nothing to set: give --weight or --max-inflight")
         reply = require_accepted(proxy.send("PUT", worker_path(record["id"]), settings))
         return _print_result(reply.body, "changed", arguments)
-    change = "remove, drained" if name == "remove" and arguments.drain else name
-    body = change_worker(proxy, change, record["id"], getattr(arguments, "timeout_secs", None))
-    if name == "drain":
+    action = WorkerAction(name)
+    body = change_worker(
+        proxy, action, record["id"],
+        drain=getattr(arguments, "drain", False),
+        timeout_secs=getattr(arguments, "timeout_secs", None),
+    )  # fmt: skip
+    if action is WorkerAction.DRAIN:
         return _follow_drain(proxy, record, arguments, body)
-    return _print_result({"worker": record} | body, _DONE[name], arguments)
+    return _print_result({"worker": record} | body, _DONE[action], arguments)
 
 
 def _add(proxy: AdminClient, arguments: argparse.Namespace, url: str) -> JsonObject:
@@ -228,7 +234,7 @@ def _print_result(body: JsonObject, done: str, arguments: argparse.Namespace) ->
     else:
         state = describe_state(record)
     print(f"{done} {printable(record['url'])}" + (f": {state}" if state else ""))
-    return REFUSED if overdue else 0
+    return EXIT_REFUSED if overdue else 0
 
 
 def _follow_drain(
@@ -250,7 +256,7 @@ def _follow_drain(
     else:
         print(f"{printable(record['url'])}: {describe_state(record)}")
     overdue = (record.get("draining") or {}).get("state") == "overdue"
-    return REFUSED if overdue else 0
+    return EXIT_REFUSED if overdue else 0
 
 
 def render_workers(fleet: Sequence[JsonObject]) -> list[str]:

@@ -22,7 +22,7 @@ import httpx
 import trio
 from rich.console import Console
 
-from omni_proxy.cli import INTERRUPTED, USAGE_ERROR
+from omni_proxy.cli import EXIT_INTERRUPTED, EXIT_USAGE_ERROR
 from omni_proxy.cli.bench.arguments import (
     DEFAULT_RATE,
     DEFAULT_WORKLOAD,
@@ -137,10 +137,10 @@ def main(argv: Sequence[str]) -> int:
     if result.refused is not None:
         return _refuse(result.refused)
     if result.figures is None:  # interrupted before the first request
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     status = _show(arguments, target, result, requests)
     if result.interrupted:
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     if not result.figures.completed:
         return ALL_FAILED
     return status
@@ -148,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _refuse(text: str) -> int:
     print(f"omni-proxy bench: {printable(text)}", file=sys.stderr)
-    return USAGE_ERROR
+    return EXIT_USAGE_ERROR
 
 
 def _workload(arguments: argparse.Namespace) -> tuple[Workload, int]:

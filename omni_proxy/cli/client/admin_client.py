@@ -41,7 +41,7 @@ KEY_VARIABLE: Final = "SGLANG_OMNI_ADMIN_KEY"
 ANY_ADDRESS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to listen on, not to dial
 CONNECT_SECS: Final = 5.0
 ANSWER_SECS: Final = 15.0
-NOT_REACHABLE: Final = 2  # exit status if no proxy could be reached
+EXIT_NOT_REACHABLE: Final = 2  # exit status if no proxy could be reached
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _WHERE: Final = "pass its address with --url URL, or its configuration file with --config FILE"
 

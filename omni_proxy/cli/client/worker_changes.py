@@ -6,12 +6,25 @@ Invariant: a change is sent only if the given name matches exactly one worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from enum import StrEnum
+from typing import Final
 from urllib.parse import quote, urlsplit
 
 from omni_proxy.cli.client.admin_client import AdminClient, AdminReply, JsonObject
 from omni_proxy.cli.terminal_text import printable
 from omni_proxy.shared.origins import DEFAULT_PORTS
+
+EXIT_REFUSED: Final = 1  # exit status if the proxy refused a change
+
+
+class WorkerAction(StrEnum):
+    """The values are the names of the commands of `omni-proxy workers`."""
+
+    DISABLE = "disable"
+    ENABLE = "enable"
+    REVIVE = "revive"
+    DRAIN = "drain"
+    REMOVE = "remove"
 
 
 class ChangeRefused(Exception):
@@ -73,25 +86,29 @@ def worker_path(worker_id: str) -> str:
 
 
 def change_worker(
-    proxy: AdminClient, name: str, worker_id: str, timeout_secs: float | None = None
+    proxy: AdminClient,
+    action: WorkerAction,
+    worker_id: str,
+    *,
+    drain: bool = False,
+    timeout_secs: float | None = None,
 ) -> JsonObject:
-    """Send one change and return the proxy's reply. `name` is `disable`, `enable`, `revive`,
-    `drain`, `remove` or `remove, drained`.
+    """Send one change and return the proxy's reply. `drain`: drain a worker before it is removed.
+    `timeout_secs`: the time to drain it.
 
     Raises ChangeRefused, AdminClientError.
     """
     path = worker_path(worker_id)
-    if name == "drain":
-        body = {} if timeout_secs is None else {"timeout_secs": timeout_secs}
-        return require_accepted(proxy.send("POST", f"{path}/drain", body)).body
-    if name.startswith("remove"):
-        query = {"drain": "true"} if name != "remove" else {}
-        if query and timeout_secs is not None:
+    if action is WorkerAction.DRAIN:
+        timeout = {} if timeout_secs is None else {"timeout_secs": timeout_secs}
+        return require_accepted(proxy.send("POST", f"{path}/drain", timeout)).body
+    if action is WorkerAction.REMOVE:
+        query = {"drain": "true"} if drain else {}
+        if drain and timeout_secs is not None:
             query["timeout_secs"] = str(timeout_secs)
         return require_accepted(proxy.send("DELETE", path, query=query)).body
-    body_of: dict[str, dict[str, Any]] = {
-        "disable": {"disabled": True},
-        "enable": {"disabled": False},
-        "revive": {"is_dead": False},
-    }
-    return require_accepted(proxy.send("PUT", path, body_of[name])).body
+    if action is WorkerAction.REVIVE:
+        body = {"is_dead": False}
+    else:
+        body = {"disabled": action is WorkerAction.DISABLE}
+    return require_accepted(proxy.send("PUT", path, body)).body

@@ -59,9 +59,9 @@ def pages() -> list[Page]:
 
 def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     # Imported here: no other command must wait for all of them.
-    from omni_proxy.cli import explain, status, upgrade, weights, workers
+    from omni_proxy.cli import explain, keys, status, upgrade, weights, workers
     from omni_proxy.cli.bench import arguments as bench
-    from omni_proxy.cli.config_file import init, keys, schema
+    from omni_proxy.cli.config_file import init, schema
     from omni_proxy.cli.flags import arguments
     from omni_proxy.cli.flags.engines import ENGINES
     from omni_proxy.cli.logs import command as logs

@@ -1,2 +1,1 @@
-"""Commands about the configuration file: `init` writes one, `keys` makes the keys of callers, and
-`schema` describes all its keys."""
+"""Commands about the configuration file: `init` writes one, and `schema` describes all its keys."""

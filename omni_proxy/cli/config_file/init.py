@@ -2,7 +2,7 @@
 
 Invariant: what is written passes `omni-proxy check`, and a file that exists is not overwritten
 without --force. A question is asked only for what no flag has set, and only on a terminal. The
-comments are the descriptions of the JSON schema. Exit status 0: written; 2: refused.
+comments are the descriptions of the JSON schema. Exit status 0: written; 2: nothing was written.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, Final
 
+from omni_proxy.cli import EXIT_USAGE_ERROR
 from omni_proxy.cli.config_file.schema import schema_text
 from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.config.fields import POLICIES
@@ -23,7 +24,6 @@ from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.problem import to_toml_literal
 from omni_proxy.shared.origins import is_loopback
 
-REFUSED: Final = 2
 DEFAULT_FILE: Final = Path("proxy.toml")
 SCHEMA_FILE: Final = "omni-proxy.schema.json"
 KEY_VARIABLE: Final = "OMNI_ADMIN_KEY"
@@ -240,4 +240,4 @@ def _next_steps(text: str, file: Path) -> Iterator[str]:
 
 def _refuse(message: str) -> int:
     print(f"omni-proxy init: {message}", file=sys.stderr)
-    return REFUSED
+    return EXIT_USAGE_ERROR

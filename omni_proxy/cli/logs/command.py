@@ -20,9 +20,9 @@ from typing import Any, BinaryIO, Final, Self
 
 import msgspec
 
-from omni_proxy.cli import INTERRUPTED
+from omni_proxy.cli import EXIT_INTERRUPTED
 from omni_proxy.cli.client.admin_client import (
-    NOT_REACHABLE,
+    EXIT_NOT_REACHABLE,
     AdminClient,
     AdminClientError,
     AdminTarget,
@@ -199,7 +199,7 @@ def main(argv: Sequence[str]) -> int:
         _show(path, arguments)
     except AdminClientError as error:
         print(f"omni-proxy logs: {error}", file=sys.stderr)
-        return NOT_REACHABLE
+        return EXIT_NOT_REACHABLE
     except NoLogError as error:
         print(f"omni-proxy logs: {error}", file=sys.stderr)
         return NO_LOG
@@ -208,7 +208,7 @@ def main(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     return 0
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from omni_proxy.cli.client.admin_client import (
-    NOT_REACHABLE,
+    EXIT_NOT_REACHABLE,
     AdminClientError,
     add_target_arguments,
 )
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
             count += 1
     except AdminClientError as error:
         print(f"omni-proxy trace: {error}", file=sys.stderr)
-        return NOT_REACHABLE
+        return EXIT_NOT_REACHABLE
     except NoLogError as error:
         print(f"omni-proxy trace: {error}", file=sys.stderr)
         return NO_LOG

@@ -22,7 +22,7 @@ from typing import Any
 
 import tomli_w
 
-from omni_proxy.cli import USAGE_ERROR
+from omni_proxy.cli import EXIT_USAGE_ERROR
 from omni_proxy.cli.simulate.arguments import DEFAULT_ENGINE, REQUESTS, WORKERS, parser
 from omni_proxy.cli.terminal_text import printable, render_table
 from omni_proxy.config.fields import POLICIES
@@ -76,10 +76,10 @@ def main(argv: Sequence[str]) -> int:
             _write_plot(arguments.plot, facts, len(plan.workers), runs)
     except (_InputError, TraceError, CalibrationError) as error:
         print(f"omni-proxy simulate: {printable(error)}", file=sys.stderr)
-        return USAGE_ERROR
+        return EXIT_USAGE_ERROR
     except ConfigError as refusal:
         print(refusal, file=sys.stderr)
-        return USAGE_ERROR
+        return EXIT_USAGE_ERROR
     if arguments.json:
         found = as_json(plan.seed, len(plan.workers), facts, runs)
         print(json.dumps({**found, "wall_secs": round(wall_secs, 3)}, indent=2))

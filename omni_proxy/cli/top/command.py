@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.screen import Screen
 
 from omni_proxy.cli.client.admin_client import (
-    NOT_REACHABLE,
+    EXIT_NOT_REACHABLE,
     AdminClient,
     AdminClientError,
     AdminTarget,
@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
             return _once(target)
     except AdminClientError as error:
         print(f"omni-proxy top: {error}", file=sys.stderr)
-        return NOT_REACHABLE
+        return EXIT_NOT_REACHABLE
     console = Console(highlight=False)
     if not console.is_terminal or console.is_dumb_terminal or not sys.stdin.isatty():
         print(
@@ -211,14 +211,14 @@ class TopScreen:
                 threading.Thread(target=self._perform, args=(action,), daemon=True).start()
         return True
 
-    def _perform(self, action: PendingAction) -> None:
+    def _perform(self, pending: PendingAction) -> None:
         """Runs in a thread: the reply may wait for a weight update."""
         try:
             with AdminClient(self._target) as proxy:
-                change_worker(proxy, action.name, action.worker_id)
-            message = f"{action.name} {action.called}: done"
+                change_worker(proxy, pending.action, pending.worker_id)
+            message = f"{pending.action} {pending.worker_name}: done"
         except (AdminClientError, ChangeRefused) as error:
-            message = f"{action.name} {action.called}: {error}"
+            message = f"{pending.action} {pending.worker_name}: {error}"
         self._answers.append(message)
         self._wake()
 

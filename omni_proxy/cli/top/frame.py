@@ -253,9 +253,9 @@ def _tail(view: TopView, width: int, height: int, above: int) -> Iterator[Line]:
     hidden = len(view.feed.fleet) - len(view.rows)
     yield _key_line(width, f"{position} of {len(view.feed.fleet)}" if hidden else position), "dim"
     if view.pending is not None:
-        action = view.pending
+        pending = view.pending
         yield (
-            f"{action.name} {printable(action.called)}?  y: yes, any other key: no",
+            f"{pending.action} {printable(pending.worker_name)}?  y: yes, any other key: no",
             "bold yellow reverse",
         )
     elif view.typing:

@@ -13,22 +13,25 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from omni_proxy.cli.client.feed_model import FeedModel, FleetRow
+from omni_proxy.cli.client.worker_changes import WorkerAction
 from omni_proxy.cli.screen.diagnosis import LEAVING, URGENCY, WELL, Diagnosis, diagnose
 
 QUIT: Final = "quit"
 MAX_SEARCH: Final = 60
 WHEEL_ROWS: Final = 3
-# Key to action.
-ACTIONS: Final = {"d": "disable", "e": "enable", "D": "drain", "v": "revive"}
+ACTION_KEYS: Final = {
+    "d": WorkerAction.DISABLE, "e": WorkerAction.ENABLE,
+    "D": WorkerAction.DRAIN, "v": WorkerAction.REVIVE,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class PendingAction:
-    """A change of one worker; `name` as in `worker_changes.change_worker`."""
+    """A change of one worker, which is confirmed or about to be."""
 
-    name: str
+    action: WorkerAction
     worker_id: str
-    called: str
+    worker_name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ class TopView:
         self._arrange()
 
     def press(self, key: str | Click) -> str | PendingAction | None:
-        """`QUIT`, an action that was confirmed, or None."""
+        """`QUIT`, a change that was confirmed, or None."""
         if self.pending is not None:
             return self._confirm(key)
         if key == "ctrl-c":
@@ -102,8 +105,8 @@ class TopView:
         return None
 
     def _handle_key(self, key: str) -> None:
-        if key in ACTIONS:
-            self._ask(ACTIONS[key])
+        if key in ACTION_KEYS:
+            self._ask(ACTION_KEYS[key])
         elif key in _STEPS:
             self._move(_STEPS[key])
         elif key in _PAGES:
@@ -186,19 +189,19 @@ class TopView:
         self._select_first()
 
     def _confirm(self, key: str | Click) -> PendingAction | None:
-        action, self.pending = self.pending, None
-        if key in ("y", "Y") and action is not None:
-            self.message = f"{action.name} {action.called} …"
-            return action
+        pending, self.pending = self.pending, None
+        if key in ("y", "Y") and pending is not None:
+            self.message = f"{pending.action} {pending.worker_name} …"
+            return pending
         self.message = "cancelled"
         return None
 
-    def _ask(self, name: str) -> None:
+    def _ask(self, action: WorkerAction) -> None:
         row = self.row
         if row is None:
             self.message = "no worker is selected"
         else:
-            self.pending = PendingAction(name, row.id, row.name)
+            self.pending = PendingAction(action, row.id, row.name)
 
     def _move(self, by: int) -> None:
         if self.rows:

@@ -67,7 +67,7 @@ def test_a_change_needs_a_confirmation(three, key, action):
 def test_a_confirmed_action_applies_to_the_worker_it_was_requested_for(three):
     three.press("d")
     three.show(feed_of(feed(row("z:1"))))
-    assert three.press("y").called == "c:1"
+    assert three.press("y").worker_name == "c:1"
 
 
 def test_a_search_filters_the_rows_while_it_is_typed(three):
@@ -80,7 +80,7 @@ def test_a_search_filters_the_rows_while_it_is_typed(three):
     three.press("enter")
     assert (names(three), three.row.name) == (["b:1"], "b:1")
     three.press("d")
-    assert three.pending.called == "b:1"
+    assert three.pending.worker_name == "b:1"
     three.press("n")
     three.press("escape")
     assert len(names(three)) == 3

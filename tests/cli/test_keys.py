@@ -7,8 +7,8 @@ from hashlib import sha256
 
 import pytest
 
-from omni_proxy.cli.config_file import keys
-from omni_proxy.cli.config_file.keys import main
+from omni_proxy.cli import keys
+from omni_proxy.cli.keys import main
 from omni_proxy.config.parse import parse
 
 CONFIG = """
@@ -30,7 +30,7 @@ def test_a_new_key_with_a_name_is_printed_with_its_entry(capsys, tmp_path):
     assert main(["new", "--name", "team-b", *flags, "--models", 'a"b', "m:é"]) == 0
     out = capsys.readouterr().out
     key, entry = re.search(r"(omni-\S+)\n.*?(\[\[keys\]\].*)", out, re.DOTALL).groups()
-    assert keys.CLOSES in out
+    assert keys.FIRST_KEY_WARNING in out
     (caller,) = parse(entry).keys
     assert (caller.name, caller.max_inflight, caller.tokens_per_minute) == ("team-b", 4, 9)
     assert caller.key_sha256 == digest_of(key)
@@ -170,6 +170,7 @@ def test_the_owner_of_a_key_is_shown_with_its_limits(run, config, key, owner):
     assert key not in out
     body = json.loads(run("check", "--config", config, "--json", key=key)[1])
     assert body["owners"][0]["table"] == owner.split()[0]
+    assert body["owners"][0]["may"] == body["owners"][0]["permissions"]  # the old name
 
 
 def test_an_unknown_key_is_status_1(run, config):

@@ -40,11 +40,14 @@ from omni_proxy.runtime_config.key_sources import resolve_keys
 
 PREFIX: Final = "omni-"  # lets secret scanners find keys that were committed
 KEY_BYTES: Final = 32
-NOBODY, UNUSABLE = 1, 2
+EXIT_NO_OWNER: Final = 1
+EXIT_FAILED: Final = 2
 ANSWER_SECS: Final = 30.0
 LIMITS: Final = ("max_inflight", "requests_per_minute", "tokens_per_minute")
 PRIORITIES: Final = range(-1000, 1001)
-CLOSES: Final = "With the first such entry, model routes answer 401 to requests without a key."
+FIRST_KEY_WARNING: Final = (
+    "With the first such entry, model routes answer 401 to requests without a key."
+)
 _USAGE: Final = ("CALLER", "BUSY", "REQUESTS", "IN", "OUT", "REQ/MIN", "TOKENS/MIN", "REFUSED")
 _EPILOG = """\
 examples:
@@ -62,7 +65,7 @@ class Owner:
 
     name: str
     table: str
-    may: list[str]
+    permissions: list[str]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -133,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
         print(refusal, file=sys.stderr)
     except AdminClientError as error:
         print(f"omni-proxy keys: {error}", file=sys.stderr)
-    return UNUSABLE
+    return EXIT_FAILED
 
 
 def _read_key() -> bytes:
@@ -170,7 +173,7 @@ def _priority(text: str) -> int:
     return value
 
 
-def _made() -> tuple[str, dict[str, str]]:
+def _new_key() -> tuple[str, dict[str, str]]:
     key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
     return key, {"key": key, "key_sha256": sha256_of_key(key.encode())}
 
@@ -181,16 +184,20 @@ def _limits_of(arguments: argparse.Namespace) -> JsonObject:
 
 
 def _add(arguments: argparse.Namespace) -> int:
-    key, made = _made()
-    entry = {"name": arguments.name, "key_sha256": made["key_sha256"], **_limits_of(arguments)}
+    key, key_record = _new_key()
+    entry = {
+        "name": arguments.name,
+        "key_sha256": key_record["key_sha256"],
+        **_limits_of(arguments),
+    }
     with AdminClient(admin_target_of(arguments), ANSWER_SECS) as proxy:
         first = not proxy.get("/feed?once=true").body.get("key_required")
         reply = proxy.send("POST", "/keys", entry)
     if reply.refusal:
         print(f"omni-proxy keys: {printable(reply.refusal)}", file=sys.stderr)
-        return UNUSABLE
+        return EXIT_FAILED
     if arguments.json:
-        print(json.dumps(made | entry))
+        print(json.dumps(key_record | entry))
         return 0
     print(f"The key of {arguments.name}, shown only once:\n{key}\n")
     print(
@@ -213,7 +220,7 @@ def _remove(arguments: argparse.Namespace) -> int:
         reply = proxy.send("DELETE", f"/keys/{quote(arguments.name, safe='')}")
     if reply.refusal:
         print(f"omni-proxy keys: {printable(reply.refusal)}", file=sys.stderr)
-        return UNUSABLE
+        return EXIT_FAILED
     if arguments.json:
         print(json.dumps(reply.body))
         return 0
@@ -224,23 +231,23 @@ def _remove(arguments: argparse.Namespace) -> int:
 
 
 def _new(arguments: argparse.Namespace) -> int:
-    key, made = _made()
+    key, key_record = _new_key()
     limits = _limits_of(arguments)
     if limits and not arguments.name:
         print("omni-proxy keys: limits are part of an entry: pass --name too", file=sys.stderr)
-        return UNUSABLE
+        return EXIT_FAILED
     if arguments.json:
         named = {"name": arguments.name, **limits} if arguments.name else {}
-        print(json.dumps(made | named))
+        print(json.dumps(key_record | named))
     elif arguments.name:
         print(f"The key, for the caller only:\n{key}\n\nFor the configuration file:")
-        print(f"# {CLOSES}\n[[keys]]")
-        print(f'name = "{arguments.name}"\nkey_sha256 = "{made["key_sha256"]}"')
+        print(f"# {FIRST_KEY_WARNING}\n[[keys]]")
+        print(f'name = "{arguments.name}"\nkey_sha256 = "{key_record["key_sha256"]}"')
         for name, value in limits.items():
             # A string or an array of strings is the same in JSON and in TOML.
             print(f"{name} = {json.dumps(value, ensure_ascii=False)}")
     else:
-        for name, value in made.items():
+        for name, value in key_record.items():
             print(f"{name:<11} {value}")
     return 0
 
@@ -250,7 +257,7 @@ def _usage(arguments: argparse.Namespace) -> int:
         reply = proxy.get("/keys")
     if reply.refusal:
         print(f"omni-proxy keys: {printable(reply.refusal)}", file=sys.stderr)
-        return UNUSABLE
+        return EXIT_FAILED
     if arguments.json:
         print(json.dumps(reply.body, indent=2))
     else:
@@ -296,13 +303,17 @@ def _refusal_lines(body: JsonObject) -> list[str]:
 def _check(digest: str, file: Path, *, as_json: bool) -> int:
     owners = owners_of(digest, read_file(file), str(file))
     if as_json:
-        print(json.dumps({"owners": [asdict(owner) for owner in owners]}))
+        print(json.dumps({"owners": [_owner_record(owner) for owner in owners]}))
     for owner in owners if not as_json else ():
-        print(f"{owner.table} {owner.name}: {'; '.join(owner.may)}")
+        print(f"{owner.table} {owner.name}: {'; '.join(owner.permissions)}")
     if not owners:
         print(f"{file}: no entry has this key", file=sys.stderr)
-        return NOBODY
+        return EXIT_NO_OWNER
     return 0
+
+
+def _owner_record(owner: Owner) -> JsonObject:
+    return asdict(owner) | {"may": owner.permissions}  # the old name, for one release
 
 
 def owners_of(digest: str, config: Config, file: str) -> list[Owner]:
@@ -331,11 +342,11 @@ def owners_of(digest: str, config: Config, file: str) -> list[Owner]:
 
 
 def _allowed(caller: CallerKey) -> list[str]:
-    may = [f"models {', '.join(caller.models)}" if caller.models else "all models"]
+    permissions = [f"models {', '.join(caller.models)}" if caller.models else "all models"]
     for limit, noun in (
         (caller.max_inflight, "requests in flight"),
         (caller.requests_per_minute, "requests per minute"),
         (caller.tokens_per_minute, "tokens per minute"),
     ):
-        may.append(f"{limit} {noun}" if limit else f"no limit of {noun}")
-    return [*may, f"priority {caller.priority}"]
+        permissions.append(f"{limit} {noun}" if limit else f"no limit of {noun}")
+    return [*permissions, f"priority {caller.priority}"]
