@@ -35,7 +35,7 @@ from omni_proxy.admin_ops.operation import Operation
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.cluster_member.figures import OwnFigures, ProxyLoad
 from omni_proxy.cluster_member.member import ClusterMember
-from omni_proxy.config.flags import Startup
+from omni_proxy.config.configuration_flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.dataplane import DataPlane, Sources, random_below

@@ -14,14 +14,14 @@ import pytest
 
 from omni_proxy.admin_api.routes.operations.broadcast_routes import CONFIGURED
 from omni_proxy.cli import COMMANDS
-from omni_proxy.cli.flags.arguments import (
+from omni_proxy.cli.flags.engine_commands import ENGINES
+from omni_proxy.cli.flags.start_parsers import (
     check_parser,
     launch_parser,
     picker_parser,
     router_parser,
     serve_parser,
 )
-from omni_proxy.cli.flags.engines import ENGINES
 from omni_proxy.cli.simulate import arguments as simulate
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.parse import parse
@@ -373,7 +373,7 @@ def recipes():
 WRITTEN_BY_TOOLS = {"omni_proxy/cli/config_file/schema.json", "docs/configuration.md"}
 # In recipes because others may need them; the examples do not.
 ONLY_IF_NEEDED = {
-    "omni_proxy/admin_api/app.py", "omni_proxy/server.py", "omni_proxy/config/flags.py",
+    "omni_proxy/admin_api/app.py", "omni_proxy/server.py", "omni_proxy/config/configuration_flags.py",
     "omni_proxy/config/diff.py",
 }  # fmt: skip
 NOT_IN_RECIPES = (

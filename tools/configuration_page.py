@@ -27,6 +27,7 @@ from omni_proxy.config.api_keys import (
     read_key_sha256,
     read_key_variable,
 )
+from omni_proxy.config.configuration_flags import FLAGS
 from omni_proxy.config.fields import (
     POLICIES,
     read_address,
@@ -47,7 +48,6 @@ from omni_proxy.config.fields import (
     read_size,
     read_worker_url,
 )
-from omni_proxy.config.flags import FLAGS
 from omni_proxy.config.problem import to_toml_literal
 from omni_proxy.config.tables import cluster, discover, picker
 from omni_proxy.config.tables.cluster import read_cluster_name, read_node_name, read_store_url

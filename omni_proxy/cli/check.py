@@ -8,7 +8,7 @@ from itertools import chain
 
 from omni_proxy.admin_ops.routes import check_routes
 from omni_proxy.api_keys.key_table import KeyReader, resolve
-from omni_proxy.cli.flags.arguments import check_parser
+from omni_proxy.cli.flags.start_parsers import check_parser
 from omni_proxy.config.api_keys import KeySource
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.problem import Path, Problem, format_path

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Final, Literal, TypeAlias
 
-from omni_proxy.cli.flags.arguments import launch_parser
-from omni_proxy.cli.flags.engines import (
+from omni_proxy.cli.flags.engine_commands import (
     ENGINES,
     EngineCommandError,
     EngineRequest,
@@ -26,7 +25,8 @@ from omni_proxy.cli.flags.engines import (
     ports_apart,
     publishes,
 )
-from omni_proxy.cli.flags.peer_flags import router_flags_in
+from omni_proxy.cli.flags.other_router_flags import router_flags_in
+from omni_proxy.cli.flags.start_parsers import launch_parser
 from omni_proxy.cli.serve import routed, router_startup, start
 from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.parse import ConfigError

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from omni_proxy.cli.flags.arguments import picker_parser
+from omni_proxy.cli.flags.start_parsers import picker_parser
 from omni_proxy.cli.serve import start, startup_of
 from omni_proxy.config.parse import ConfigError
 

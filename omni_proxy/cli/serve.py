@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from omni_proxy.cli.flags.arguments import router_parser, serve_parser, short_help
-from omni_proxy.cli.flags.peer_flags import overrides, warnings
+from omni_proxy.cli.flags.other_router_flags import overrides, warnings
+from omni_proxy.cli.flags.start_parsers import router_parser, serve_parser, short_help
 from omni_proxy.cli.frozen_binary import lead_process_group
+from omni_proxy.config.configuration_flags import Dialect, Startup, parse_worker_urls, ranks_in_urls
 from omni_proxy.config.fields import RetryCause
-from omni_proxy.config.flags import Dialect, Startup, parse_worker_urls, ranks_in_urls
 from omni_proxy.config.parse import ConfigError
-from omni_proxy.config.router_flags import (
+from omni_proxy.config.router_worker_flags import (
     DiscoveryFlags,
     PoolFlags,
     connector_of,

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from omni_proxy import __version__, native
 from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.serve import start
-from omni_proxy.compat.router_args import RouterArgsBase
-from omni_proxy.compat.sglang_args import SglangRouterArgs
+from omni_proxy.compat.base_router_args import RouterArgsBase
+from omni_proxy.compat.sglang_router_args import SglangRouterArgs
 from omni_proxy.compat.start_router import order_for, startup_of
-from omni_proxy.compat.vllm_args import VllmRouterArgs
+from omni_proxy.compat.vllm_router_args import VllmRouterArgs
 
 MISUNDERSTOOD = 2
 _USAGE = """\

@@ -27,9 +27,9 @@ from typing import Final
 
 import msgspec
 
-from omni_proxy.cli.flags.peer_flags import PAGE
+from omni_proxy.cli.flags.other_router_flags import PAGE
 from omni_proxy.cli.serve import router_startup, start
-from omni_proxy.compat.router_args import (
+from omni_proxy.compat.base_router_args import (
     RouterArgsBase,
     default_of,
     field_table,
@@ -37,9 +37,9 @@ from omni_proxy.compat.router_args import (
     has_effect,
     refusal_of,
 )
-from omni_proxy.compat.sglang_args import SglangRouterArgs
-from omni_proxy.compat.vllm_args import VllmRouterArgs
-from omni_proxy.config.flags import Dialect, Startup
+from omni_proxy.compat.sglang_router_args import SglangRouterArgs
+from omni_proxy.compat.vllm_router_args import VllmRouterArgs
+from omni_proxy.config.configuration_flags import Dialect, Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.self_exec import program_argv

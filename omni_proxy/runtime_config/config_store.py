@@ -24,8 +24,8 @@ import trio
 from msgspec.structs import replace
 
 from omni_proxy.admin_ops.routes import check_routes
+from omni_proxy.config.configuration_flags import Startup
 from omni_proxy.config.diff import diff
-from omni_proxy.config.flags import Startup
 from omni_proxy.config.overlay import (
     FoundWorker,
     WorkerSpec,

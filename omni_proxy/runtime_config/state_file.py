@@ -11,7 +11,7 @@ from pathlib import Path
 
 import trio
 
-from omni_proxy.config.flags import Startup
+from omni_proxy.config.configuration_flags import Startup
 from omni_proxy.config.parse import ConfigError, Problem
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import SavedState, read_state, render_state

@@ -24,8 +24,8 @@ import msgspec
 import trio
 
 from omni_proxy import __version__
+from omni_proxy.config.configuration_flags import Startup
 from omni_proxy.config.fields import Role
-from omni_proxy.config.flags import Startup
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.config.state import read_state
 from omni_proxy.dataplane.dataplane import DataPlane

@@ -22,8 +22,8 @@ from omni_proxy.admin_api.services import (
     WorkerServices,
 )
 from omni_proxy.admin_ops.abort_requests import AbortFindings
+from omni_proxy.config.configuration_flags import Startup
 from omni_proxy.config.fields import CAPABILITIES
-from omni_proxy.config.flags import Startup
 from omni_proxy.config.overlay import desired_workers
 from omni_proxy.config.schema import AdminConfig, Config, RoutingConfig, WorkerEntry
 from omni_proxy.config.state import SavedState, with_saved_keys

@@ -8,7 +8,7 @@ import trio
 from omni_proxy.cluster.messages import CountsMessage, encode, target_key
 from omni_proxy.cluster_member.member import ClusterMember
 from omni_proxy.cluster_member.shared_load import SharedLoad
-from omni_proxy.config.flags import Startup
+from omni_proxy.config.configuration_flags import Startup
 from omni_proxy.config.tables.cluster import ClusterConfig
 from omni_proxy.multiprocess.shared_memory.worker_counters import packed_offset, unpacked_offset
 from omni_proxy.runtime_config.config_store import ConfigStore

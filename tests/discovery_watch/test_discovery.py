@@ -3,7 +3,7 @@
 import pytest
 import trio
 
-from omni_proxy.config.flags import Startup
+from omni_proxy.config.configuration_flags import Startup
 from omni_proxy.config.overlay import with_deleted, with_override
 from omni_proxy.discovery_watch import discovery as module
 from omni_proxy.discovery_watch.discovery import Discovery

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from omni_proxy.config.flags import Startup
+from omni_proxy.config.configuration_flags import Startup
 from omni_proxy.dataplane import dataplane as dataplane_module
 from omni_proxy.dataplane.accept.listener import Listener
 from omni_proxy.dataplane.dataplane import DataPlane, Sources

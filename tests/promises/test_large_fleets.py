@@ -5,7 +5,7 @@ import random
 import pytest
 import trio
 
-from omni_proxy.config.flags import Startup
+from omni_proxy.config.configuration_flags import Startup
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.config_store import ConfigStore

@@ -7,7 +7,7 @@ import trio
 import trio.lowlevel
 
 from omni_proxy import server, supervisor
-from omni_proxy.config.flags import Startup
+from omni_proxy.config.configuration_flags import Startup
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.health.prober import Prober
 from omni_proxy.launch.launcher import Launcher

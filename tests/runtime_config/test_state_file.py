@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_proxy.config.flags import Startup
+from omni_proxy.config.configuration_flags import Startup
 from omni_proxy.config.overlay import SavedState, with_added
 from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.runtime_config import state_file as keeping

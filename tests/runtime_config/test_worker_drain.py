@@ -1,7 +1,7 @@
 import pytest
 import trio
 
-from omni_proxy.config.flags import Startup
+from omni_proxy.config.configuration_flags import Startup
 from omni_proxy.config.overlay import with_deleted, with_override, with_pending_delete
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.config_store import ConfigStore

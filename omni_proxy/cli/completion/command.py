@@ -62,8 +62,8 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     from omni_proxy.cli import explain, keys, status, upgrade, weights, workers
     from omni_proxy.cli.bench import arguments as bench
     from omni_proxy.cli.config_file import init, schema
-    from omni_proxy.cli.flags import arguments
-    from omni_proxy.cli.flags.engines import ENGINES
+    from omni_proxy.cli.flags import start_parsers
+    from omni_proxy.cli.flags.engine_commands import ENGINES
     from omni_proxy.cli.logs import command as logs
     from omni_proxy.cli.logs import trace
     from omni_proxy.cli.simulate import arguments as simulate
@@ -71,9 +71,9 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     from omni_proxy.replica import replica_command as replica
     from omni_proxy.replica.profiling import report as profile
 
-    yield "serve", arguments.serve_parser()
+    yield "serve", start_parsers.serve_parser()
     yield "init", init.parser()
-    yield "check", arguments.check_parser()
+    yield "check", start_parsers.check_parser()
     yield "schema", schema.parser()
     yield "keys", keys.parser()
     yield "status", status.parser()
@@ -85,9 +85,9 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     yield "weights", weights.parser()
     yield "simulate", simulate.parser()
     yield "bench", bench.parser()
-    yield "launch", arguments.launch_parser(tuple(ENGINES))
-    yield "launch-router", arguments.router_parser()
-    yield "picker", arguments.picker_parser()
+    yield "launch", start_parsers.launch_parser(tuple(ENGINES))
+    yield "launch-router", start_parsers.router_parser()
+    yield "picker", start_parsers.picker_parser()
     yield "replica", replica.serve_parser()
     yield "replica fetch", replica.fetch_parser()
     yield "replica profile", profile.parser()

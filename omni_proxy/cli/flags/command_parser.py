@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NoReturn
 
-from omni_proxy.cli.flags.peer_flags import (
+from omni_proxy.cli.flags.other_router_flags import (
     PAGE,
     WITHOUT_EFFECT,
     explain_missing_flag,

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from omni_proxy.cli.flags.arguments import launch_parser, router_parser, serve_parser
 from omni_proxy.cli.flags.command_parser import THEIRS
-from omni_proxy.cli.flags.engines import ENGINES
-from omni_proxy.config.flags import FLAGS
+from omni_proxy.cli.flags.engine_commands import ENGINES
+from omni_proxy.cli.flags.start_parsers import launch_parser, router_parser, serve_parser
+from omni_proxy.config.configuration_flags import FLAGS
 
 MIGRATION = (Path(__file__).parents[3] / "docs/migration.md").read_text()
 PARSERS = (serve_parser(), router_parser(), launch_parser(tuple(ENGINES)))

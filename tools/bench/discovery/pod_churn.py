@@ -20,7 +20,7 @@ from typing import Any
 
 import trio
 
-from omni_proxy.config.flags import Startup
+from omni_proxy.config.configuration_flags import Startup
 from omni_proxy.fleet.cordon_reasons import DISCOVERY_CORDONS
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from omni_proxy.cli.flags.engines import (
+from omni_proxy.cli.flags.engine_commands import (
     ENGINES,
     EngineCommandError,
     EngineRequest,

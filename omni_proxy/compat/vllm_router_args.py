@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from omni_proxy.compat.router_args import RouterArgsBase
+from omni_proxy.compat.base_router_args import RouterArgsBase
 
 
 @dataclass(init=False)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from omni_proxy.config.flags import flag_error
+from omni_proxy.config.configuration_flags import flag_error
 from omni_proxy.config.problem import did_you_mean, to_toml_literal
 from omni_proxy.config.schema import WorkerEntry
 from omni_proxy.config.tables.discover import DiscoverEntry, is_label_key, parse_selector

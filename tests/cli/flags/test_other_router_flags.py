@@ -6,10 +6,9 @@ import pytest
 
 from omni_proxy import server
 from omni_proxy.cli import launch, serve
-from omni_proxy.cli.flags.arguments import launch_parser, router_parser
 from omni_proxy.cli.flags.command_parser import THEIRS, nearest_flag
-from omni_proxy.cli.flags.engines import ENGINES
-from omni_proxy.cli.flags.peer_flags import (
+from omni_proxy.cli.flags.engine_commands import ENGINES
+from omni_proxy.cli.flags.other_router_flags import (
     JOINED,
     LISTS,
     MISSING,
@@ -18,12 +17,13 @@ from omni_proxy.cli.flags.peer_flags import (
     WITHOUT_EFFECT,
     explain_missing_flag,
 )
+from omni_proxy.cli.flags.start_parsers import launch_parser, router_parser
 from omni_proxy.cli.launch import main, main_router
 from omni_proxy.config.schema import Config
 
 MIGRATION = (Path(__file__).parents[3] / "docs/migration.md").read_text()
 # All flags of sglang-router 0.3.2, smg 1.13 and vllm-router 0.1.17.
-PEERS = (Path(__file__).parent / "peer_flags.txt").read_text().split()
+OTHER_ROUTER_FLAGS = (Path(__file__).parent / "other_router_flags.txt").read_text().split()
 
 
 def flags_of(parser):
@@ -43,7 +43,7 @@ def started(monkeypatch):
     return startups
 
 
-@pytest.mark.parametrize("flag", PEERS)
+@pytest.mark.parametrize("flag", OTHER_ROUTER_FLAGS)
 def test_every_flag_of_other_routers_is_accepted_or_explained(flag):
     assert flag in flags_of_routers() or flag in THEIRS or explain_missing_flag(flag)
 

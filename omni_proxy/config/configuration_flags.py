@@ -1,6 +1,6 @@
 """Configuration from the command line on top of FILE: single keys, worker URLs, the admin key.
 
-`FLAGS` is the only list of flags that set a key. `cli/flags/arguments.py` makes its parser from it.
+`FLAGS` is the only list of flags that set a key. `cli.flags.start_parsers` makes a parser of it.
 """
 
 from collections.abc import Iterable, Mapping

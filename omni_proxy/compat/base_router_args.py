@@ -15,8 +15,8 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Self
 
-from omni_proxy.cli.flags import peer_flags
-from omni_proxy.config.flags import FLAG_ALIASES, FLAGS
+from omni_proxy.cli.flags import other_router_flags
+from omni_proxy.config.configuration_flags import FLAG_ALIASES, FLAGS
 
 # Fields whose flags have another name, and their destination in a namespace.
 DESTINATIONS: Final = {
@@ -254,10 +254,10 @@ _REFUSED: Final = {
 _KEYS: Final[dict[str, str]] = {
     **FLAGS,
     **{name: FLAGS[flag] for flag, names in FLAG_ALIASES.items() for name in names},
-    **peer_flags.VALUED,
-    **peer_flags.LISTS,
-    **peer_flags.JOINED,
-    **{flag: key for flag, (key, _) in peer_flags.SWITCHES.items()},
+    **other_router_flags.VALUED,
+    **other_router_flags.LISTS,
+    **other_router_flags.JOINED,
+    **{flag: key for flag, (key, _) in other_router_flags.SWITCHES.items()},
 }
 
 
@@ -268,7 +268,7 @@ def has_effect(flag: str) -> bool:
 
 def refusal_of(flag: str) -> str:
     """Why the flag is refused, and the alternative; "" if it is not refused."""
-    return _REFUSED.get(flag) or peer_flags.explain_missing_flag(flag)
+    return _REFUSED.get(flag) or other_router_flags.explain_missing_flag(flag)
 
 
 def describe_flag(flag: str) -> str:
@@ -277,6 +277,6 @@ def describe_flag(flag: str) -> str:
         return _OWN.get(flag) or f"sets {_KEYS[flag]}"
     if why := refusal_of(flag):
         return f"not served: {why}"
-    if flag in peer_flags.WITHOUT_EFFECT:
-        return f"no effect: {peer_flags.WITHOUT_EFFECT[flag][0]}"
+    if flag in other_router_flags.WITHOUT_EFFECT:
+        return f"no effect: {other_router_flags.WITHOUT_EFFECT[flag][0]}"
     return "no effect here"

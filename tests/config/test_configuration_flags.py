@@ -2,7 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.config.flags import FLAGS, Startup, apply_flags, parse_worker_urls, ranks_in_urls
+from omni_proxy.config.configuration_flags import (
+    FLAGS,
+    Startup,
+    apply_flags,
+    parse_worker_urls,
+    ranks_in_urls,
+)
 from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.schema import Config
 

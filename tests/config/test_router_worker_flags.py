@@ -3,7 +3,7 @@ import pytest
 from omni_proxy.cli.serve import router_startup
 from omni_proxy.config.overlay import SavedState, desired_workers
 from omni_proxy.config.parse import ConfigError
-from omni_proxy.config.router_flags import PoolFlags, connector_of, pool_workers
+from omni_proxy.config.router_worker_flags import PoolFlags, connector_of, pool_workers
 from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.discover import matches, parse_selector
 
@@ -145,9 +145,9 @@ def test_incomplete_discovery_flags_are_refused(args, reason):
 
 
 def test_arguments_of_other_routers_become_these_flags():
-    from omni_proxy.compat.sglang_args import SglangRouterArgs
+    from omni_proxy.compat.sglang_router_args import SglangRouterArgs
     from omni_proxy.compat.start_router import order_for
-    from omni_proxy.compat.vllm_args import VllmRouterArgs
+    from omni_proxy.compat.vllm_router_args import VllmRouterArgs
 
     for cls in (SglangRouterArgs, VllmRouterArgs):
         args = cls(

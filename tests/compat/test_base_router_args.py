@@ -6,9 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from omni_proxy.cli.flags.peer_flags import WITHOUT_EFFECT
+from omni_proxy.cli.flags.other_router_flags import WITHOUT_EFFECT
 from omni_proxy.compat import RouterArgs, SglangRouterArgs, VllmRouterArgs
-from omni_proxy.compat.router_args import WITHOUT_FLAG, field_table, flag_of, has_effect, refusal_of
+from omni_proxy.compat.base_router_args import (
+    WITHOUT_FLAG,
+    field_table,
+    flag_of,
+    has_effect,
+    refusal_of,
+)
 
 BOTH = pytest.mark.parametrize("kind", [SglangRouterArgs, VllmRouterArgs])
 

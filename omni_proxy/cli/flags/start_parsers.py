@@ -11,9 +11,9 @@ from typing import Final
 
 from omni_proxy import __version__, native
 from omni_proxy.cli.flags.command_parser import CommandParser
-from omni_proxy.cli.flags.peer_flags import add_ignored_flags, add_mapped_flags
+from omni_proxy.cli.flags.other_router_flags import add_ignored_flags, add_mapped_flags
+from omni_proxy.config.configuration_flags import FLAG_ALIASES, FLAGS
 from omni_proxy.config.fields import POLICIES, read_address
-from omni_proxy.config.flags import FLAG_ALIASES, FLAGS
 from omni_proxy.shared.engine_protocol import DEFAULT_BOOTSTRAP_PORT
 
 USAGE: Final = "omni-proxy [COMMAND] [FLAGS]"
