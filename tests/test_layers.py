@@ -24,10 +24,10 @@ IMPURE_CALLS = re.compile(
     r"|\w+\.(read_bytes|write_bytes|write_text))"
 )
 IMPURE_EXCEPTIONS = {
-    "cli.flags.engines": ({"os"}, "os.path.basename"),
+    "cli.flags.engine_commands": ({"os"}, "os.path.basename"),
     "cli.screen.diagnosis": ({"os"}, "os.path.basename"),
     "config.fields": ({"importlib"}, "problems list the names of installed policies"),
-    "config.flags": ({"pathlib"}, "the type of a field"),
+    "config.configuration_flags": ({"pathlib"}, "the type of a field"),
     "config.validate": ({"importlib"}, "a key that needs an optional package is refused without it"),
     "routing.policies.plugins": ({"importlib", "logging"}, "loads policies of other packages, logs their failures"),
     "weight_sync.store.manifest": ({"pathlib"}, "the type of a field"),

@@ -6,7 +6,7 @@
     PhaseTimeout: the side that the phase waits for
     any other exception: a bug; it ends its connection or service, with a traceback
 
-Invariant: each error body is `{"error": {"message", "type", "code"}}` (docs/design.md), and is
+Invariant: each error body is `{"error": {"message", "type", "code"}}`, and is
 created only here.
 """
 

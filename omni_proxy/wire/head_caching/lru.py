@@ -14,7 +14,7 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[K, V]):
-    """At most `most` entries; the least recently used one is evicted first."""
+    """At most `max_entries` entries; the least recently used one is evicted first."""
 
     __slots__ = ("_entries", "_max_entries")
 
@@ -27,10 +27,10 @@ class LruCache(Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         """The entry, which counts as used now; None if there is none."""
-        found = self._entries.get(key)
-        if found is not None:
+        entry = self._entries.get(key)
+        if entry is not None:
             self._entries.move_to_end(key)
-        return found
+        return entry
 
     def put(self, key: K, value: V) -> None:
         self._entries[key] = value
@@ -40,7 +40,7 @@ class LruCache(Generic[K, V]):
 
 
 class Doorkeeper:
-    """Whether a key was seen before, among the last `most` new keys.
+    """Whether a key was seen before, among the last `max_entries` new keys.
 
     It stores only hashes: a collision admits one key too early, and has no other effect.
     """
