@@ -13,32 +13,32 @@ from omni_proxy.wire.errors import HttpError
 RETRY = b"retry: 2000\n"  # ms until a disconnected browser reconnects
 
 
-class Places:
+class ReaderLimit:
     """Counts the readers and bounds their number."""
 
     def __init__(self, limit: int, code: str) -> None:
-        self.taken = 0
+        self.count = 0
         self._limit = limit
         self._code = code
 
-    def refuse_past_bound(self) -> None:
-        if self.taken >= self._limit:
-            message = f"{self.taken} readers are served already"
+    def check_limit(self) -> None:
+        if self.count >= self._limit:
+            message = f"{self.count} readers are served already"
             refusal = HttpError(503, message, self._code)
             raise refusal.with_headers(("retry-after", "2"))
 
 
 class Body(ResponseBody):
-    """A body that occupies a stream slot while it is sent.
+    """A body that counts as a reader while it is sent.
 
     Not a generator: an abandoned generator is closed at an undefined time.
     """
 
-    def __init__(self, stream_slots: Places) -> None:
-        self._places = stream_slots
+    def __init__(self, readers: ReaderLimit) -> None:
+        self._readers = readers
 
     async def __aenter__(self) -> Self:
-        self._places.taken += 1
+        self._readers.count += 1
         return self
 
     async def __aexit__(
@@ -47,7 +47,7 @@ class Body(ResponseBody):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._places.taken -= 1
+        self._readers.count -= 1
 
     def __aiter__(self) -> Self:
         return self

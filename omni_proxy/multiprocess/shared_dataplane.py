@@ -14,7 +14,7 @@ from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ConnectionTask, EventHandler
 from omni_proxy.dataplane.settings import Settings
-from omni_proxy.dataplane.upstream.pool import AdminApiPool
+from omni_proxy.dataplane.upstream.pool import CLIENT_HOST, AdminApiPool
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.multiprocess.ipc_messages import StartCommand, VoiceListMessage, VoicesChangedEvent
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet, SendEvent, SharedWorker
@@ -107,7 +107,7 @@ class MainProcessPool(AdminApiPool):
     __slots__ = ("_silent_secs", "last_message_at")
 
     def __init__(self, loop: EventLoop, start: StartCommand) -> None:
-        super().__init__(loop, start.admin_socket, "front")
+        super().__init__(loop, start.admin_socket, CLIENT_HOST)
         self._silent_secs = start.silent_secs
         self.last_message_at = loop.now
 

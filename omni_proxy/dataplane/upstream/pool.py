@@ -26,8 +26,9 @@ from omni_proxy.wire.load_report import LOAD_FORMAT_LINE
 from omni_proxy.wire.response import UpstreamResponse
 
 IDLE_SECS: Final = 30.0  # shorter than the keep-alive of any known server, the admin API's included
-# Host fields that mark requests of the [admin] listener and the metrics listener, see
-# admin_api.access.key_check.
+# Host fields of requests to the admin API: by these it identifies the listener, see
+# admin_api.access.key_check. No client can send them.
+CLIENT_HOST: Final = "front"
 ADMIN_HOST: Final = "admin"
 METRICS_HOST: Final = "metrics"
 
@@ -213,7 +214,7 @@ class UpstreamPools:
         self.known: dict[Worker, UpstreamPool] = {}  # by worker or rank; read by `of`
         self._members: Collection[Worker] | None = None  # None: no change of the fleet yet
         # The admin API identifies the listener by the Host, which only the proxy can set.
-        self.admin_api = AdminApiPool(loop, admin_socket, "front")
+        self.admin_api = AdminApiPool(loop, admin_socket, CLIENT_HOST)
         self.admin_listener = AdminApiPool(loop, admin_socket, ADMIN_HOST)
         self.metrics_listener = AdminApiPool(loop, admin_socket, METRICS_HOST)
 

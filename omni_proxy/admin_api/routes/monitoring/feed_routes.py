@@ -15,7 +15,7 @@ from omni_proxy.admin_api.access.key_check import KeyCheck
 from omni_proxy.admin_api.access.roles import ALL
 from omni_proxy.admin_api.serializers.feed_snapshot import Snapshots
 from omni_proxy.admin_api.services import DataPlaneView
-from omni_proxy.admin_api.streamed_body import RETRY, Body, Places
+from omni_proxy.admin_api.streamed_body import RETRY, Body, ReaderLimit
 
 READERS = 32
 PERIOD_SECS = 1.0
@@ -24,12 +24,12 @@ PERIOD_SECS = 1.0
 class _Events(Body):
     def __init__(
         self,
-        stream_slots: Places,
+        readers: ReaderLimit,
         data_plane: DataPlaneView,
         snapshots: Snapshots,
         reader: Mapping[str, object],
     ) -> None:
-        super().__init__(stream_slots)
+        super().__init__(readers)
         self._reader = reader
         self._data_plane = data_plane
         self._snapshots = snapshots
@@ -52,7 +52,7 @@ class FeedRoutes:
         self._snapshots = snapshots
         self._data_plane = data_plane
         self._keys = keys
-        self._places = Places(READERS, "too_many_readers")
+        self._readers = ReaderLimit(READERS, "too_many_readers")
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/feed", "feed", self.feed)
@@ -64,9 +64,9 @@ class FeedRoutes:
         reader = {"reader": {"name": holder.name if holder is not None else None, "role": role}}
         if request.args.get("once", "").lower() in ("true", "1", "yes"):
             return Response(self._snapshots.now(reader), content_type="application/json")
-        self._places.refuse_past_bound()
+        self._readers.check_limit()
         response = Response(b"", content_type="text/event-stream")
         response.headers.remove("Content-Length")
         response.headers["Cache-Control"] = "no-store"
-        response.response = _Events(self._places, self._data_plane, self._snapshots, reader)
+        response.response = _Events(self._readers, self._data_plane, self._snapshots, reader)
         return response

@@ -1,9 +1,9 @@
 """GET /metrics: the metrics of the proxy, in the Prometheus text format, or in OpenMetrics for
 scrapers that prefer it.
 
-Invariant: the text is generated in slices, between which the data plane runs; requests that arrive
-meanwhile share the next text. A scraper that does not read occupies that text, and one of a bounded
-number of slots, for at most `SEND_SECS`.
+Invariant: the text is rendered in slices, between which the data plane runs; requests that arrive
+meanwhile share the next rendering. A scraper that does not read occupies that text, and one of a
+bounded number of readers, for at most `SEND_SECS`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from omni_proxy.admin_api.serializers.metrics_text import (
 )
 from omni_proxy.admin_api.serializers.readiness import Readiness
 from omni_proxy.admin_api.services import Services
-from omni_proxy.admin_api.streamed_body import Body, Places
+from omni_proxy.admin_api.streamed_body import Body, ReaderLimit
 from omni_proxy.telemetry.prometheus import fleet_families, request_families
 
 SCRAPES: Final = 16
@@ -35,19 +35,19 @@ WORKERS_AT_ONCE: Final = 50
 SLICE: Final = 200  # samples between two checkpoints
 
 
-class _Part(Collector):
+class _FamilySlice(Collector):
     def __init__(self, family: Metric, samples: slice) -> None:
-        self._part = Metric(family.name, family.documentation, family.type)
-        self._part.samples = family.samples[samples]
+        self._slice = Metric(family.name, family.documentation, family.type)
+        self._slice.samples = family.samples[samples]
 
     def collect(self) -> Iterator[Metric]:
-        yield self._part
+        yield self._slice
 
 
 _EOF: Final = b"# EOF\n"
 
 
-def written(families: Iterable[Metric], *, openmetrics: bool = False) -> Iterator[bytes]:
+def render_in_slices(families: Iterable[Metric], *, openmetrics: bool = False) -> Iterator[bytes]:
     """The text of the families in slices. A family may have several consecutive parts."""
     generate: Callable[[CollectorRegistry], bytes] = (
         generate_openmetrics if openmetrics else generate_latest
@@ -56,7 +56,7 @@ def written(families: Iterable[Metric], *, openmetrics: bool = False) -> Iterato
     for family in families:
         for begin in range(0, max(len(family.samples), 1), SLICE):
             registry = CollectorRegistry(auto_describe=False)
-            registry.register(_Part(family, slice(begin, begin + SLICE)))
+            registry.register(_FamilySlice(family, slice(begin, begin + SLICE)))
             text = generate(registry).removesuffix(_EOF)
             if family.name == family_name:  # HELP and TYPE were written
                 text = text.split(b"\n", 2)[2]
@@ -66,9 +66,9 @@ def written(families: Iterable[Metric], *, openmetrics: bool = False) -> Iterato
         yield _EOF
 
 
-class _Text(Body):
-    def __init__(self, stream_slots: Places, text: bytes) -> None:
-        super().__init__(stream_slots)
+class _ExpositionBody(Body):
+    def __init__(self, readers: ReaderLimit, text: bytes) -> None:
+        super().__init__(readers)
         self._left = [text]
 
     async def __anext__(self) -> bytes:
@@ -83,8 +83,8 @@ class MetricsRoutes:
         self._readiness = readiness
         self._fleet = services.workers.fleet
         self._metrics = services.telemetry.instruments.metrics
-        self._places = Places(SCRAPES, "too_many_scrapes")
-        self._making = trio.Lock()
+        self._readers = ReaderLimit(SCRAPES, "too_many_scrapes")
+        self._render_lock = trio.Lock()
         # The newest text of each content type, and the time at which it was begun.
         self._texts: dict[str, tuple[float, bytes]] = {}
 
@@ -92,32 +92,32 @@ class MetricsRoutes:
         app.add_url_rule("/metrics", "metrics", self.show)
 
     async def show(self) -> Response:
-        self._places.refuse_past_bound()
+        self._readers.check_limit()
         openmetrics = prefers_openmetrics(request.headers.get("accept", ""))
         content_type = OPENMETRICS_TYPE if openmetrics else CONTENT_TYPE
         text = await self._exposition(content_type)
         response = Response(b"", content_type=content_type)
         response.headers["Vary"] = "accept"
         response.headers["Content-Length"] = str(len(text))
-        response.response = _Text(self._places, text)
+        response.response = _ExpositionBody(self._readers, text)
         response.timeout = SEND_SECS
         return response
 
     async def _exposition(self, content_type: str) -> bytes:
-        """A text whose generation began after the request arrived."""
+        """A text whose rendering began after the request arrived."""
         requested_at = trio.current_time()
-        async with self._making:
+        async with self._render_lock:
             begun_at, text = self._texts.get(content_type, (float("-inf"), b""))
             if begun_at >= requested_at:
                 return text
             begun_at = trio.current_time()
-            parts = bytearray()
+            rendered = bytearray()
             await self._gather()
             openmetrics = content_type == OPENMETRICS_TYPE
-            for part in written(self._families(), openmetrics=openmetrics):
-                parts += part
+            for piece in render_in_slices(self._families(), openmetrics=openmetrics):
+                rendered += piece
                 await trio.lowlevel.checkpoint()
-            text = bytes(parts)
+            text = bytes(rendered)
             self._texts[content_type] = begun_at, text
             return text
 

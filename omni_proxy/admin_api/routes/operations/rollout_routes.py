@@ -18,7 +18,7 @@ from omni_proxy.admin_api.responses import json_object, json_response
 from omni_proxy.admin_api.routes.operations.broadcast_routes import shown
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.services import DataPlaneView
-from omni_proxy.admin_api.streamed_body import RETRY, Body, Places
+from omni_proxy.admin_api.streamed_body import RETRY, Body, ReaderLimit
 from omni_proxy.admin_ops.routes import ROLLOUT
 from omni_proxy.upstream_http.credentials import credentials_of
 from omni_proxy.weight_sync.rollout.progress import RolloutProgress
@@ -39,9 +39,9 @@ class _RolloutEvents(Body):
     rollout has ended."""
 
     def __init__(
-        self, stream_slots: Places, data_plane: DataPlaneView, progress: RolloutProgress
+        self, readers: ReaderLimit, data_plane: DataPlaneView, progress: RolloutProgress
     ) -> None:
-        super().__init__(stream_slots)
+        super().__init__(readers)
         self._data_plane, self._progress = data_plane, progress
         self._seen: int | None = None
         self._sent_at = 0.0
@@ -79,7 +79,7 @@ class RolloutRoutes:
         self._weight_operations = weight_operations
         self._data_plane = data_plane
         self._selectors = selectors
-        self._places = Places(READERS, "too_many_readers")
+        self._readers = ReaderLimit(READERS, "too_many_readers")
 
     def mount(self, app: Quart) -> None:
         path = ROLLOUT.path
@@ -123,12 +123,12 @@ class RolloutRoutes:
         return shown(await self._weight_operations.rollouts.cancel(caller()))
 
     def _events(self) -> Response:
-        self._places.refuse_past_bound()
+        self._readers.check_limit()
         progress = self._weight_operations.rollouts.progress
         response = Response(b"", content_type=EVENTS)
         response.headers.remove("Content-Length")
         response.headers["Cache-Control"] = "no-store"
-        response.response = _RolloutEvents(self._places, self._data_plane, progress)
+        response.response = _RolloutEvents(self._readers, self._data_plane, progress)
         return response
 
 

@@ -235,7 +235,7 @@ def test_the_sums_of_a_large_fleet_are_made_in_parts():
     (count,) = (
         sample
         for family in text_string_to_metric_families(
-            b"".join(metrics_routes.written(parts)).decode()
+            b"".join(metrics_routes.render_in_slices(parts)).decode()
         )
         for sample in family.samples
         if sample.name == "gen_ai_client_operation_duration_seconds_count"
@@ -276,7 +276,7 @@ def test_a_family_written_in_slices_has_the_same_text():
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Whole())
-    parts = list(metrics_routes.written([family]))
+    parts = list(metrics_routes.render_in_slices([family]))
     assert len(parts) == 4
     assert b"".join(parts) == generate_latest(registry)
 
@@ -285,7 +285,7 @@ def test_a_metric_family_in_parts_is_merged():
     samples = [((f"{number}",), number) for number in range(3 * PART)]
     parts = list(gauges("many", "a count", ("worker",), samples))
     assert len(parts) == 4
-    text = b"".join(metrics_routes.written(parts)).decode()
+    text = b"".join(metrics_routes.render_in_slices(parts)).decode()
     assert text.count("# HELP") == text.count("# TYPE") == 1
     (family,) = text_string_to_metric_families(text)
     assert [sample.value for sample in family.samples] == list(range(3 * PART))
