@@ -64,7 +64,7 @@ from omni_proxy.supervisor import Supervisor
 from omni_proxy.system.fd_limit import raise_fd_limit
 from omni_proxy.system.garbage import collect_before_serving, exempt_objects
 from omni_proxy.system.runtime_dir import private_runtime_dir
-from omni_proxy.system.service_manager import ServiceManager
+from omni_proxy.system.systemd import ServiceManager
 from omni_proxy.telemetry.instruments import Instruments
 from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.logs import configure
@@ -329,7 +329,7 @@ class Server:
             self.process_manager.count()
             if request.method not in ("GET", "HEAD"):  # during an upgrade, changes must wait
                 with trio.move_on_after(OPEN_SECS):
-                    await self.upgrades.open.wait()
+                    await self.upgrades.opened.wait()
 
         async def await_replicated(response: Response) -> Response:
             if request.method not in ("GET", "HEAD"):
@@ -401,7 +401,7 @@ class Server:
         for supervisor in self.supervisors:
             if supervisor not in first:
                 await root.start(supervisor.run)
-        self.upgrades.open.set()
+        self.upgrades.opened.set()
         self.service_manager.ready(taken_over=self._incoming is not None)
         root.start_soon(self.service_manager.run_watchdog)
 

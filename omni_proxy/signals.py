@@ -21,7 +21,7 @@ import trio
 from omni_proxy.config.schema import ServerConfig
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.picker.service import PickerService
-from omni_proxy.system.service_manager import ServiceManager
+from omni_proxy.system.systemd import ServiceManager
 from omni_proxy.upgrade.control_socket import UpgradeService
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class SignalHandler:
     async def _shut_down(self, root_scope: trio.CancelScope) -> None:
         server = self.server_config()
         if self.decline_takeover is not None and not self.decline_takeover():
-            await self.upgrades.open.wait()  # finish it: this program must end what it took over
+            await self.upgrades.opened.wait()  # finish the takeover first
         self.service_manager.stopping()
         self.upgrades.outgoing.stop()
         if server.ready_off_secs:

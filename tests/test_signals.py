@@ -22,7 +22,7 @@ class Program:
             server_config=lambda: self.config,
             request_reload=lambda why: self.calls.append(f"reload {why}"),
             upgrades=SimpleNamespace(
-                open=trio.Event(),
+                opened=trio.Event(),
                 request=self.record_call("upgrade"),
                 outgoing=SimpleNamespace(stop=self.record_call("stop upgrade")),
                 wait_reported=trio.lowlevel.checkpoint,

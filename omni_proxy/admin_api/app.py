@@ -28,14 +28,14 @@ from omni_proxy.admin_api.routes.monitoring.feed_routes import FeedRoutes
 from omni_proxy.admin_api.routes.monitoring.history_routes import HistoryRoutes
 from omni_proxy.admin_api.routes.monitoring.metrics_routes import MetricsRoutes
 from omni_proxy.admin_api.routes.operations.abort_routes import FleetAbortRoutes
-from omni_proxy.admin_api.routes.operations.broadcast_routes import BroadcastRoutes
 from omni_proxy.admin_api.routes.operations.engine_routes import EngineRoutes
 from omni_proxy.admin_api.routes.operations.rl_routes import RlRoutes
 from omni_proxy.admin_api.routes.operations.rollout_routes import RolloutRoutes
-from omni_proxy.admin_api.routes.operations.weight_routes import (
-    WeightOperationRoutes,
+from omni_proxy.admin_api.routes.operations.weight_state_routes import (
+    WeightStateRoutes,
     WeightVersionRoutes,
 )
+from omni_proxy.admin_api.routes.operations.weight_update_routes import BroadcastRoutes
 from omni_proxy.admin_api.routes.picker_routes import PickerRoutes
 from omni_proxy.admin_api.routes.session_routes import SessionRoutes
 from omni_proxy.admin_api.routes.status_routes import StatusRoutes
@@ -128,7 +128,7 @@ def _operation_routes(services: Services, records: WorkerRecords) -> Iterator[Ro
     yield EngineRoutes(fleet, config_store, operations, selectors)
     yield BroadcastRoutes(operations, config_store, selectors, refresh_adapters)
     yield FleetAbortRoutes(fleet, config_store, data_plane)
-    yield WeightOperationRoutes(operations)
+    yield WeightStateRoutes(operations)
     yield WeightVersionRoutes(operations)
     yield RolloutRoutes(operations, data_plane, selectors)
     yield RlRoutes(fleet, operations, records, selectors)

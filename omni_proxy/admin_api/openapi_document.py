@@ -18,16 +18,7 @@ from omni_proxy import __version__
 from omni_proxy.admin_api.access.key_check import needs_key
 from omni_proxy.admin_api.access.roles import roles_for
 from omni_proxy.admin_api.openapi_schemas import ANY, FLAG, SCHEMAS, TEXT, Schema, ref
-from omni_proxy.admin_ops.engine_paths import (
-    FROM_DISTRIBUTED,
-    FROM_TENSOR,
-    INIT,
-    MODEL_INFO,
-    TRANSFER_INIT,
-    WEIGHT_CHECKER,
-    WEIGHT_INFO,
-)
-from omni_proxy.admin_ops.routes import (
+from omni_proxy.admin_ops.admin_route_table import (
     ABORT_SYNC,
     ABORTS,
     RESOLVES,
@@ -38,6 +29,15 @@ from omni_proxy.admin_ops.routes import (
     TOPPED,
     TRANSFER,
     AdminRoute,
+)
+from omni_proxy.admin_ops.engine_paths import (
+    FROM_DISTRIBUTED,
+    FROM_TENSOR,
+    INIT,
+    MODEL_INFO,
+    TRANSFER_INIT,
+    WEIGHT_CHECKER,
+    WEIGHT_INFO,
 )
 from omni_proxy.config.fields import MAX_SECS
 from omni_proxy.config.schema import AdminConfig

@@ -15,7 +15,7 @@ from typing import Final
 from quart import Quart, Response, g, has_request_context, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from omni_proxy.admin_ops.routes import paths
+from omni_proxy.admin_ops.admin_route_table import paths
 from omni_proxy.routing.routes import MODEL_PATHS
 from omni_proxy.runtime_config.config_store import ChangeResult
 from omni_proxy.wire.errors import HttpError, bad_request, to_json

@@ -18,8 +18,8 @@ from typing import Final
 
 import msgspec
 
+from omni_proxy.admin_ops.admin_route_table import ABORTS
 from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, aggregate
-from omni_proxy.admin_ops.routes import ABORTS
 from omni_proxy.wire.errors import bad_request, to_json
 
 MAX_IDS: Final = 100_000  # in one call

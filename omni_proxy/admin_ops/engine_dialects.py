@@ -63,13 +63,16 @@ class EngineCall:
         return query[name] if name in query else _fields(self.body).get(name)
 
 
+_Translation = Callable[[EngineCall], tuple[EngineCall, ...]]
+
+
 def translate(call: EngineCall) -> tuple[EngineCall, ...]:
     """The sequence of calls for the same operation at an engine of the other kind.
 
     () if that kind can't do it, or has the same call.
     """
-    translate = _TABLE.get(call.path)
-    return translate(call) if translate is not None else ()
+    translation = _TABLE.get(call.path)
+    return translation(call) if translation is not None else ()
 
 
 def with_defaults(path: str, body: bytes) -> bytes:
@@ -96,12 +99,12 @@ def _pause_generation(call: EngineCall) -> tuple[EngineCall, ...]:
     return (EngineCall("POST", f"{PAUSE}?mode={mode}"),) if mode else ()
 
 
-def _checker(path: str) -> Callable[[EngineCall], tuple[EngineCall, ...]]:
-    def translate(call: EngineCall) -> tuple[EngineCall, ...]:
+def _checksum_at(path: str) -> _Translation:
+    def translation(call: EngineCall) -> tuple[EngineCall, ...]:
         is_checksum = call.argument("action") in (None, "checksum")
         return (EngineCall("POST", path, CHECKSUM),) if is_checksum else ()
 
-    return translate
+    return translation
 
 
 def _update_from_disk(call: EngineCall) -> tuple[EngineCall, ...]:
@@ -112,8 +115,8 @@ def _update_from_disk(call: EngineCall) -> tuple[EngineCall, ...]:
     reload = _post(RPC_ALL, method="reload_weights", kwargs={"weights_path": path})
     flushes = call.argument("flush_cache") is not False
     flush = (EngineCall("POST", RESET_PREFIX_CACHE),) if flushes else ()
-    names = (_post(UPDATE_VERSION, new_version=str(label)),) if label is not None else ()
-    return (reload, *flush, *names)
+    relabel = (_post(UPDATE_VERSION, new_version=str(label)),) if label is not None else ()
+    return (reload, *flush, *relabel)
 
 
 def _abort_all(call: EngineCall) -> tuple[EngineCall, ...]:
@@ -121,34 +124,34 @@ def _abort_all(call: EngineCall) -> tuple[EngineCall, ...]:
     return () if call.argument("request_ids") else (_post(ABORT_REQUEST, abort_all=True),)
 
 
-def _plain(method: str, path: str) -> Callable[[EngineCall], tuple[EngineCall, ...]]:
+def _without_arguments(method: str, path: str) -> _Translation:
     """A call without arguments."""
     return lambda _: (EngineCall(method, path),)
 
 
-def _same_at(path: str) -> Callable[[EngineCall], tuple[EngineCall, ...]]:
+def _forward_to(path: str) -> _Translation:
     """Sends the body unchanged to another path."""
     return lambda call: (EngineCall(call.method, path, call.body),)
 
 
-_TABLE: Final[Mapping[str, Callable[[EngineCall], tuple[EngineCall, ...]]]] = {
+_TABLE: Final[Mapping[str, _Translation]] = {
     PAUSE: _pause,
     PAUSE_GENERATION: _pause_generation,
     RESUME: lambda _: (_post(CONTINUE_GENERATION),),
-    CONTINUE_GENERATION: _plain("POST", RESUME),
-    RESET_PREFIX_CACHE: _plain("POST", FLUSH_CACHE),
-    FLUSH_CACHE: _plain("POST", RESET_PREFIX_CACHE),
-    WEIGHT_INFO: _plain("GET", MODEL_INFO),
-    MODEL_INFO: _plain("GET", WEIGHT_INFO),
-    WEIGHT_CHECKER: _checker(WEIGHTS_CHECKER),
-    WEIGHTS_CHECKER: _checker(WEIGHT_CHECKER),
+    CONTINUE_GENERATION: _without_arguments("POST", RESUME),
+    RESET_PREFIX_CACHE: _without_arguments("POST", FLUSH_CACHE),
+    FLUSH_CACHE: _without_arguments("POST", RESET_PREFIX_CACHE),
+    WEIGHT_INFO: _without_arguments("GET", MODEL_INFO),
+    MODEL_INFO: _without_arguments("GET", WEIGHT_INFO),
+    WEIGHT_CHECKER: _checksum_at(WEIGHTS_CHECKER),
+    WEIGHTS_CHECKER: _checksum_at(WEIGHT_CHECKER),
     FROM_DISK: _update_from_disk,
-    WORLD_SIZE: _plain("GET", SERVER_INFO),
+    WORLD_SIZE: _without_arguments("GET", SERVER_INFO),
     ABORT_REQUESTS: _abort_all,
-    LOAD_ADAPTER: _same_at(V1_LOAD_ADAPTER),
-    UNLOAD_ADAPTER: _same_at(V1_UNLOAD_ADAPTER),
-    V1_LOAD_ADAPTER: _same_at(LOAD_ADAPTER),
-    V1_UNLOAD_ADAPTER: _same_at(UNLOAD_ADAPTER),
+    LOAD_ADAPTER: _forward_to(V1_LOAD_ADAPTER),
+    UNLOAD_ADAPTER: _forward_to(V1_UNLOAD_ADAPTER),
+    V1_LOAD_ADAPTER: _forward_to(LOAD_ADAPTER),
+    V1_UNLOAD_ADAPTER: _forward_to(UNLOAD_ADAPTER),
 }
 
 

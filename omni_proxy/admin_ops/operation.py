@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from omni_proxy.admin_ops.admin_route_table import AdminRoute, Kind
 from omni_proxy.admin_ops.engine_paths import INIT
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.admin_ops.routes import AdminRoute, Kind
 
 
 class Step(StrEnum):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from itertools import chain
 
-from omni_proxy.admin_ops.routes import check_routes
+from omni_proxy.admin_ops.admin_route_table import check_routes
 from omni_proxy.api_keys.key_table import KeyReader, resolve
 from omni_proxy.cli.flags.start_parsers import check_parser
 from omni_proxy.config.api_keys import KeySource

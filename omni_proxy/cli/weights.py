@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from omni_proxy.admin_ops.admin_route_table import ABORT_SYNC
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.admin_ops.routes import ABORT_SYNC
 from omni_proxy.cli import EXIT_INTERRUPTED
 from omni_proxy.cli.client.admin_client import (
     EXIT_NOT_REACHABLE,

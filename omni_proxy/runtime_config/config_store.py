@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import trio
 from msgspec.structs import replace
 
-from omni_proxy.admin_ops.routes import check_routes
+from omni_proxy.admin_ops.admin_route_table import check_routes
 from omni_proxy.config.configuration_flags import Startup
 from omni_proxy.config.diff import diff
 from omni_proxy.config.overlay import (

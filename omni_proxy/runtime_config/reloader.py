@@ -21,7 +21,7 @@ from watchfiles._rust_notify import WatchfilesRustInternalError
 
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.system.files import FileSignature, file_signature
-from omni_proxy.system.service_manager import SILENT, ServiceManager
+from omni_proxy.system.systemd import SILENT, ServiceManager
 
 with suppress(ImportError):  # a private module: without this, awatch imports it in the event loop
     import anyio._backends._trio  # noqa: F401

@@ -54,7 +54,7 @@ class UpgradeService:
         self.path = parts.admin_socket.with_name(NAME)
         self.outgoing = Outgoing(parts, self._start_soon)
         self._nursery: trio.Nursery | None = None
-        self.open = trio.Event()  # set when all services run; a request waits for it
+        self.opened = trio.Event()  # set when all services run; a request waits for it
         self._clients = 0
         self._clients_gone = trio.Event()
 
@@ -91,7 +91,7 @@ class UpgradeService:
         self._nursery.start_soon(task)  # type: ignore[arg-type]
 
     async def _upgrade_by_signal(self) -> None:
-        await self.open.wait()
+        await self.opened.wait()
         with suppress(UpgradeFailed):  # `upgrade` has logged it
             await self.outgoing.upgrade(None, partial(_log.info, "upgrade_progress text=%s"))
 
@@ -122,7 +122,7 @@ class UpgradeService:
             with suppress(trio.WouldBlock, trio.BrokenResourceError):
                 reports.send_nowait(UpgradeReport(text))
 
-        await self.open.wait()
+        await self.opened.wait()
         try:
             pid = await self.outgoing.upgrade(request.binary, report)
             last = UpgradeReport("the new program serves", DONE, pid)

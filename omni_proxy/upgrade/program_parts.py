@@ -13,7 +13,7 @@ from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.picker.service import PickerService
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.supervisor import Supervisor
-from omni_proxy.system.service_manager import ServiceManager
+from omni_proxy.system.systemd import ServiceManager
 from omni_proxy.weight_sync.weight_operations import WeightOperations
 
 

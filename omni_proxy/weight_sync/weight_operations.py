@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import trio
 
+from omni_proxy.admin_ops.admin_route_table import CONTINUE, ROLLBACK, AdminRoute, Kind, variant_of
 from omni_proxy.admin_ops.engine_paths import (
     INIT,
     IS_PAUSED,
@@ -32,7 +33,6 @@ from omni_proxy.admin_ops.results import (
     merge_model_info,
     version_of,
 )
-from omni_proxy.admin_ops.routes import CONTINUE, ROLLBACK, AdminRoute, Kind, variant_of
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.cordon_reasons import CATCHING_UP, PAUSED
 from omni_proxy.fleet.health_state import Health

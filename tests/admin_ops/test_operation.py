@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from omni_proxy.admin_ops.admin_route_table import BY_PATH, ROUTES, Kind
 from omni_proxy.admin_ops.engine_paths import INIT
 from omni_proxy.admin_ops.operation import Operation, Step, WorkerOutcome, worker_dispositions
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.admin_ops.routes import BY_PATH, ROUTES, Kind
 from omni_proxy.weight_sync.operations.operation_records import operation_record, worker_rows
 
 APPLY = ("/end_weight_update", "/complete_weights_update", "/finish_weight_update")

@@ -8,7 +8,7 @@ import httpx
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from omni_proxy.admin_ops.routes import BY_PATH
+from omni_proxy.admin_ops.admin_route_table import BY_PATH
 from omni_proxy.weight_sync.protocol.journal import Journal, decode
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from tests.admin_api.api_fixture import A, B, build_api, entry

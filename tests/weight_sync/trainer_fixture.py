@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import httpx
 import trio
 
-from omni_proxy.admin_ops.routes import BY_PATH
+from omni_proxy.admin_ops.admin_route_table import BY_PATH
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from tests.admin_api.api_fixture import A, B

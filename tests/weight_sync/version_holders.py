@@ -7,7 +7,7 @@ from pathlib import Path
 
 import trio
 
-from omni_proxy.admin_ops.routes import BY_PATH
+from omni_proxy.admin_ops.admin_route_table import BY_PATH
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.weight_sync.checksum import roll_up
 from omni_proxy.weight_sync.worker_calls import AdminCall

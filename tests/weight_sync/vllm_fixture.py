@@ -7,7 +7,7 @@ import json
 
 import httpx
 
-from omni_proxy.admin_ops.routes import BY_PATH
+from omni_proxy.admin_ops.admin_route_table import BY_PATH
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.operation_fixture import GatedEngines

@@ -17,7 +17,7 @@ from quart import Request, g, request
 
 from omni_proxy.admin_api.access.browser_checks import MODEL_CLIENT_POSTS, SAFE_METHODS, Caller
 from omni_proxy.admin_api.access.roles import ALL, reads_only, roles_for
-from omni_proxy.admin_ops.routes import control_route
+from omni_proxy.admin_ops.admin_route_table import control_route
 from omni_proxy.config.schema import AdminConfig, AdminKey, AdminRole, Config
 from omni_proxy.config.validate import API_KEY_NAME
 from omni_proxy.dataplane.upstream.pool import ADMIN_HOST, METRICS_HOST

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-from omni_proxy.admin_ops.routes import Kind
+from omni_proxy.admin_ops.admin_route_table import Kind
 from omni_proxy.config.schema import AdminRole
 
 ALL: Final[AdminRole] = "all"

@@ -13,7 +13,7 @@ from math import inf
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from omni_proxy.admin_ops.routes import is_known
+from omni_proxy.admin_ops.admin_route_table import is_known
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.admission.caller_admission import begin_call, check_models_form, reserve
 from omni_proxy.dataplane.attempt.attempt import AttemptFailed, SentRequest, run_attempt

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import Final
 
-from omni_proxy.admin_ops.routes import TOPPED
+from omni_proxy.admin_ops.admin_route_table import TOPPED
 from omni_proxy.dataplane.exchange.exchange import EndedBy, Exchange, Outcome
 from omni_proxy.dataplane.exchange.request_id import new_request_id
 from omni_proxy.dataplane.exchange_io import ExchangeIO

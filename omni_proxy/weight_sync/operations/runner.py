@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 
 import trio
 
+from omni_proxy.admin_ops.admin_route_table import Kind
 from omni_proxy.admin_ops.engine_paths import PAUSE, SLEEP
 from omni_proxy.admin_ops.operation import (
     Disposition,
@@ -22,7 +23,6 @@ from omni_proxy.admin_ops.operation import (
     worker_dispositions,
 )
 from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, aggregate, as_one
-from omni_proxy.admin_ops.routes import Kind
 from omni_proxy.config.overlay import SavedState, with_override
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.cordon_reasons import PAUSED

@@ -14,9 +14,9 @@ from uuid import uuid4
 import trio
 from msgspec.structs import replace
 
+from omni_proxy.admin_ops.admin_route_table import ROLLOUT
 from omni_proxy.admin_ops.operation import Operation
 from omni_proxy.admin_ops.results import AdminResponse
-from omni_proxy.admin_ops.routes import ROLLOUT
 from omni_proxy.fleet.cordon_reasons import CATCHING_UP, LAUNCH_CORDON, PAUSED, UNCERTAIN, UNPROVEN
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker

@@ -14,9 +14,9 @@ from uuid import uuid4
 
 import trio
 
+from omni_proxy.admin_ops.admin_route_table import ROLLOUT, AdminRoute
 from omni_proxy.admin_ops.operation import Operation
 from omni_proxy.admin_ops.results import AdminResponse
-from omni_proxy.admin_ops.routes import ROLLOUT, AdminRoute
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.delivery.worker_update import BY_RPC, CannotUpdate, WorkerUpdater

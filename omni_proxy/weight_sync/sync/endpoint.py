@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 import trio
 
+from omni_proxy.admin_ops.admin_route_table import TRANSFER, AdminRoute, Kind
 from omni_proxy.admin_ops.engine_paths import (
     COMPLETE,
     DESTROY,
@@ -29,7 +30,6 @@ from omni_proxy.admin_ops.engine_paths import (
     UPDATE_WEIGHTS,
 )
 from omni_proxy.admin_ops.results import AdminResponse
-from omni_proxy.admin_ops.routes import TRANSFER, AdminRoute, Kind
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.weight_sync.delivery.service import VersionService

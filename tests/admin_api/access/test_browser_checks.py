@@ -3,7 +3,7 @@
 import pytest
 
 from omni_proxy.admin_api.access.browser_checks import ANY_HOST, MODEL_CLIENT_POSTS, READING
-from omni_proxy.admin_api.routes.operations.broadcast_routes import CONFIGURED
+from omni_proxy.admin_api.routes.operations.weight_update_routes import CONFIGURED
 from omni_proxy.config.schema import AdminConfig, ServerConfig
 from omni_proxy.shared.origins import hostname_of, is_local_name, parse_origin
 from tests.admin_api.api_fixture import A, build_api, entry

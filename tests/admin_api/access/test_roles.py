@@ -9,7 +9,7 @@ import pytest
 from omni_proxy.admin_api.access.key_check import needs_key
 from omni_proxy.admin_api.access.roles import ANY_METHOD, ROLE_TABLE, roles_for
 from omni_proxy.admin_api.openapi_document import ENGINE_PATHS, TABLE
-from omni_proxy.admin_ops.routes import ROUTES, Kind
+from omni_proxy.admin_ops.admin_route_table import ROUTES, Kind
 from omni_proxy.api_keys.key_table import KeyTable
 from omni_proxy.config.schema import (
     AdminConfig,

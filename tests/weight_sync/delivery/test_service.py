@@ -4,7 +4,7 @@ import shutil
 import pytest
 import trio
 
-from omni_proxy.admin_ops.routes import BY_PATH
+from omni_proxy.admin_ops.admin_route_table import BY_PATH
 from omni_proxy.weight_sync.delivery import catchup
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
 from omni_proxy.weight_sync.worker_calls import AdminCall

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import trio
 
+from omni_proxy.admin_ops.admin_route_table import AdminRoute, Kind
 from omni_proxy.admin_ops.operation import Operation
 from omni_proxy.admin_ops.results import AdminResponse
-from omni_proxy.admin_ops.routes import AdminRoute, Kind
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.weight_sync.operations.operation_queue import OperationQueue
 from omni_proxy.wire.errors import HttpError

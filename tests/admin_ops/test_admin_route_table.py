@@ -2,8 +2,14 @@ import re
 
 import pytest
 
-from omni_proxy.admin_api.routes.operations.broadcast_routes import CONFIGURED
-from omni_proxy.admin_ops.routes import Kind, check_routes, control_route, is_built_in, is_known
+from omni_proxy.admin_api.routes.operations.weight_update_routes import CONFIGURED
+from omni_proxy.admin_ops.admin_route_table import (
+    Kind,
+    check_routes,
+    control_route,
+    is_built_in,
+    is_known,
+)
 from omni_proxy.config.parse import ConfigError, parse
 from tests.admin_api.api_fixture import A, build_api, entry
 

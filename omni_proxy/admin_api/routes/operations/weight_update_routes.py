@@ -1,4 +1,5 @@
-"""Admin routes that send one request to every worker that is not dead (note:omni-router 11).
+"""Weight updates, pauses, adapters and other routes of `admin_route_table`: each sends one request
+to every worker that is not dead (note:omni-router 11).
 
 Invariant: nothing is sent before the whole request is validated; workers get the client's bytes
 (except for `with_defaults`), or the same call in the dialect of their engine. Every response, also
@@ -21,10 +22,16 @@ from omni_proxy.admin_api.forwarded_request import target_of, worker_headers
 from omni_proxy.admin_api.responses import body_bytes, json_response
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_ops import results
+from omni_proxy.admin_ops.admin_route_table import (
+    READ_METHODS,
+    ROUTES,
+    TOPPED,
+    AdminRoute,
+    control_route,
+)
 from omni_proxy.admin_ops.engine_dialects import with_defaults
 from omni_proxy.admin_ops.engine_paths import FROM_DISTRIBUTED, FROM_TENSOR, WEIGHTS_BY_NAME
 from omni_proxy.admin_ops.results import AdminResponse
-from omni_proxy.admin_ops.routes import READ_METHODS, ROUTES, TOPPED, AdminRoute, control_route
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.weight_sync.weight_operations import WeightOperations
 from omni_proxy.weight_sync.worker_calls import AdminCall

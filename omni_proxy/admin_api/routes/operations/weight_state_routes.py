@@ -11,15 +11,15 @@ from quart import Quart, Response, request
 from omni_proxy.admin_api.access.caller_name import caller
 from omni_proxy.admin_api.forwarded_request import forwarded_headers, worker_headers
 from omni_proxy.admin_api.responses import body_bytes, json_object, json_response
-from omni_proxy.admin_api.routes.operations.broadcast_routes import refuse_no_object, shown
+from omni_proxy.admin_api.routes.operations.weight_update_routes import refuse_no_object, shown
 from omni_proxy.admin_api.serializers.weight_status import weight_status
-from omni_proxy.admin_ops.routes import ABORT_SYNC, RESOLVES, ROLLBACK
+from omni_proxy.admin_ops.admin_route_table import ABORT_SYNC, RESOLVES, ROLLBACK
 from omni_proxy.weight_sync.weight_operations import WeightOperations
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.errors import HttpError
 
 
-class WeightOperationRoutes:
+class WeightStateRoutes:
     def __init__(self, weight_operations: WeightOperations) -> None:
         self._weight_operations = weight_operations
 

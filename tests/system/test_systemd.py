@@ -7,7 +7,7 @@ import sys
 import pytest
 import trio
 
-from omni_proxy.system.service_manager import ServiceManager
+from omni_proxy.system.systemd import ServiceManager
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ async def test_a_watchdog_for_another_process_is_not_notified(notify_socket, aut
 
 CODE = """
 import os
-from omni_proxy.system.service_manager import ServiceManager
+from omni_proxy.system.systemd import ServiceManager
 environ = {"LISTEN_FDS": "1", "LISTEN_PID": str(os.getpid())}
 print([sock.getsockname()[1] for sock in ServiceManager(environ, os.getpid()).take_sockets()])
 """
