@@ -9,7 +9,6 @@ comment above it in the schema.
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import re
 import sys
@@ -20,13 +19,7 @@ from typing import Any, Final, get_args, get_type_hints
 import msgspec
 from msgspec import inspect as types
 
-from omni_proxy.config import api_keys, schema
-from omni_proxy.config.api_keys import (
-    MAX_NAME,
-    read_key_name,
-    read_key_sha256,
-    read_key_variable,
-)
+from omni_proxy.config import schema, tables
 from omni_proxy.config.configuration_flags import FLAGS
 from omni_proxy.config.fields import (
     POLICIES,
@@ -49,7 +42,6 @@ from omni_proxy.config.fields import (
     read_worker_url,
 )
 from omni_proxy.config.problem import to_toml_literal
-from omni_proxy.config.tables import cluster, discover, picker
 from omni_proxy.config.tables.cluster import read_cluster_name, read_node_name, read_store_url
 from omni_proxy.config.tables.discover import (
     read_api_server,
@@ -57,6 +49,12 @@ from omni_proxy.config.tables.discover import (
     read_dns_server,
     read_label,
     read_selector,
+)
+from omni_proxy.config.tables.keys import (
+    MAX_NAME,
+    read_key_name,
+    read_key_sha256,
+    read_key_variable,
 )
 from tools import configuration_schema
 
@@ -168,9 +166,9 @@ def json_schema() -> str:
 
 def _comments() -> tuple[dict[str, str], dict[str, str]]:
     """The comments of the example, by dotted key, and of the schema, by "Struct.key"."""
-    why = _schema_comments(inspect.getsource(schema))
-    for module in (api_keys, discover, cluster, picker):
-        why |= _schema_comments(inspect.getsource(module))
+    why: dict[str, str] = {}
+    for file in sorted(Path(tables.__path__[0]).glob("*.py")):
+        why |= _schema_comments(file.read_text())
     return _example_comments(EXAMPLE.read_text()), why
 
 

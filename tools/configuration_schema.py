@@ -17,7 +17,6 @@ import msgspec
 from msgspec import inspect as types
 
 from omni_proxy.config import schema
-from omni_proxy.config.api_keys import read_key_sha256
 from omni_proxy.config.fields import (
     POLICIES,
     read_endpoint,
@@ -26,6 +25,7 @@ from omni_proxy.config.fields import (
     read_policy,
     read_size,
 )
+from omni_proxy.config.tables.keys import read_key_sha256
 
 Node = dict[str, Any]
 TARGET: Final = Path(__file__).parent.parent / "omni_proxy" / "cli" / "config_file" / "schema.json"

@@ -15,8 +15,8 @@ import trio
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
 from omni_proxy.cluster.proxy_figures import WorkerFigures
-from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import AdminKey
+from omni_proxy.config.tables.keys import CallerKey
 from omni_proxy.discovery.endpoints import SourceReport
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry

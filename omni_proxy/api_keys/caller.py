@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Final, Literal, Protocol, TypeAlias
 
 from omni_proxy.api_keys.rate_window import WINDOW_CELLS, Cells, RateWindow, no_fence
-from omni_proxy.config.api_keys import CallerKey
+from omni_proxy.config.tables.keys import CallerKey
 
 Reason = Literal["max_inflight", "requests_per_minute", "tokens_per_minute", "model"]
 REASONS: Final[tuple[Reason, ...]] = (

@@ -13,8 +13,8 @@ from typing import Final
 
 from omni_proxy.api_keys.caller import REFUSED_REQUESTS, ApiCaller, CountTokens, LocalRows, SlotRows
 from omni_proxy.api_keys.key_table import KeyTable, presented_key
-from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config
+from omni_proxy.config.tables.keys import CallerKey
 from omni_proxy.wire.errors import HttpError
 
 KEY_FIELDS: Final = frozenset((b"authorization", b"x-api-key"))

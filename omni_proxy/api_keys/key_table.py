@@ -16,8 +16,8 @@ from typing import Final, Generic, TypeVar
 
 from msgspec import structs
 
-from omni_proxy.config.api_keys import KeySource
 from omni_proxy.config.problem import Path, format_path
+from omni_proxy.config.tables.keys import KeySource
 
 MAX_KEY_BYTES: Final = 4096  # a longer key would hardly fit into a request head
 

@@ -9,10 +9,10 @@ from itertools import chain
 from omni_proxy.admin_ops.admin_route_table import check_routes
 from omni_proxy.api_keys.key_table import KeyReader, resolve
 from omni_proxy.cli.flags.start_parsers import check_parser
-from omni_proxy.config.api_keys import KeySource
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.problem import Path, Problem, format_path
 from omni_proxy.config.schema import Config
+from omni_proxy.config.tables.keys import KeySource
 from omni_proxy.fleet.worker import adapter_names
 from omni_proxy.routing.policies.plugins import check_policy
 from omni_proxy.runtime_config.config_store import read_file

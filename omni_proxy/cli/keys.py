@@ -32,9 +32,9 @@ from omni_proxy.cli.client.admin_client import (
 )
 from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.terminal_text import printable, render_table
-from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
+from omni_proxy.config.tables.keys import CallerKey
 from omni_proxy.runtime_config.config_store import read_file
 from omni_proxy.runtime_config.key_sources import resolve_keys
 

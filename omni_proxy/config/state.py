@@ -14,7 +14,6 @@ import msgspec
 import tomli_w
 from msgspec import Struct, structs
 
-from omni_proxy.config.api_keys import MAX_KEYS, SavedKey, source_findings
 from omni_proxy.config.fields import (
     CAPABILITIES,
     Capabilities,
@@ -31,6 +30,7 @@ from omni_proxy.config.fields import (
 from omni_proxy.config.parse import config_error, decode_text, parse_tables
 from omni_proxy.config.problem import format_path
 from omni_proxy.config.schema import Config
+from omni_proxy.config.tables.keys import MAX_KEYS, SavedKey, source_findings
 from omni_proxy.config.validate import Finding, walk
 
 _HEAD: Final = """\

@@ -12,11 +12,11 @@ from typing import Any, Final, TypeAlias
 
 from msgspec import NODEFAULT, Struct, inspect
 
-from omni_proxy.config.api_keys import source_findings, unknown_key_hint
 from omni_proxy.config.problem import Path, did_you_mean, format_path, to_toml_literal
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.config.tables.cluster import cluster_findings
 from omni_proxy.config.tables.discover import discover_findings
+from omni_proxy.config.tables.keys import source_findings, unknown_key_hint
 from omni_proxy.shared.engine_protocol import DEFAULT_BOOTSTRAP_PORT
 from omni_proxy.shared.origins import MAX_PORT
 

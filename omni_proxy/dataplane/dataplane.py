@@ -19,9 +19,9 @@ import trio
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
 from omni_proxy.api_keys.caller import SlotRows
 from omni_proxy.api_keys.key_table import KeyTable
-from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.fields import Role
 from omni_proxy.config.schema import Config, RoutingConfig
+from omni_proxy.config.tables.keys import CallerKey
 from omni_proxy.dataplane.abort import abort_requests
 from omni_proxy.dataplane.accept.listeners import Listeners, PreparedListeners, ServedAt
 from omni_proxy.dataplane.admission.inflight import InFlight

@@ -13,8 +13,8 @@ from math import inf
 from omni_proxy.api_keys.caller import SlotRows
 from omni_proxy.api_keys.callers import KEY_FIELDS, Callers
 from omni_proxy.api_keys.key_table import KeyTable
-from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config
+from omni_proxy.config.tables.keys import CallerKey
 from omni_proxy.dataplane.exchange.fast_path_cache import FastPathCache
 from omni_proxy.dataplane.exchange.request_trace import Tracing
 from omni_proxy.dataplane.exchange.token_usage import count_tokens

@@ -12,8 +12,8 @@ from typing import Any, Final, TypeAlias
 from msgspec import Struct
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
-from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config
+from omni_proxy.config.tables.keys import CallerKey
 from omni_proxy.fleet.worker import WorkerState
 from omni_proxy.telemetry.histogram import Noted
 from omni_proxy.telemetry.recent_window import FinishedExchange

@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget, merged
 from omni_proxy.api_keys.callers import UNKNOWN_SLOT
-from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config
+from omni_proxy.config.tables.keys import CallerKey
 from omni_proxy.dataplane.accept.listener import Listener
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.registry import Fleet

@@ -15,9 +15,9 @@ from typing import Final, Generic, TypeVar
 import trio
 
 from omni_proxy.api_keys.key_table import MAX_KEY_BYTES, KeyReader, KeyTable, resolve
-from omni_proxy.config.api_keys import KeySource
 from omni_proxy.config.problem import ConfigError, Path, Problem, format_path
 from omni_proxy.config.schema import Config
+from omni_proxy.config.tables.keys import KeySource
 from omni_proxy.system.files import FileSignatures, file_signatures
 
 _log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@ from hypothesis import strategies as st
 
 from omni_proxy.api_keys.caller import ApiCaller, LocalRows, slot_totals
 from omni_proxy.api_keys.rate_window import WINDOW_CELLS, RateWindow
-from omni_proxy.config.api_keys import CallerKey
+from omni_proxy.config.tables.keys import CallerKey
 
 START = 1000.0
 LIMITS = st.sampled_from([0, 5, 1000])

@@ -10,7 +10,7 @@ from omni_proxy.api_keys.key_table import (
     resolve,
     sha256_of_key,
 )
-from omni_proxy.config.api_keys import KeySource
+from omni_proxy.config.tables.keys import KeySource
 
 
 def digest_of(key):

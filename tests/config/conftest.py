@@ -4,7 +4,6 @@ import pytest
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.fields import CAPABILITIES, POLICIES
 from omni_proxy.config.schema import (
     AdminKey,
@@ -17,6 +16,7 @@ from omni_proxy.config.schema import (
     WorkerEntry,
 )
 from omni_proxy.config.tables.discover import DiscoverEntry
+from omni_proxy.config.tables.keys import CallerKey
 
 WORDS = st.text(string.ascii_letters + string.digits + "-_ #\"'\\\n[]{}é", max_size=12)
 NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True)

@@ -2,7 +2,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.config.api_keys import CallerKey, SavedKey
 from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.overlay import with_deleted, with_override
 from omni_proxy.config.parse import ConfigError, parse
@@ -22,6 +21,7 @@ from omni_proxy.config.state import (
     without_hidden_keys,
     without_key,
 )
+from omni_proxy.config.tables.keys import CallerKey, SavedKey
 
 CALLERS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=9)
 URLS = st.integers(1, 9).map(lambda port: f"http://h:{port}")

@@ -5,11 +5,11 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from omni_proxy.config.api_keys import SavedKey
 from omni_proxy.config.configuration_flags import Startup
 from omni_proxy.config.overlay import with_added, with_deleted, with_override
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.state import with_key
+from omni_proxy.config.tables.keys import SavedKey
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.config_store import ConfigStore

@@ -5,9 +5,9 @@ from hashlib import sha256
 import pytest
 import trio
 
-from omni_proxy.config.api_keys import KeySource
 from omni_proxy.config.problem import ConfigError
 from omni_proxy.config.schema import Config
+from omni_proxy.config.tables.keys import KeySource
 from omni_proxy.runtime_config.key_sources import KeySources
 
 

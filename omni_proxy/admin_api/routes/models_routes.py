@@ -19,7 +19,7 @@ from omni_proxy.admin_api.serializers.model_cards import with_own_cards
 from omni_proxy.admin_api.services import DataPlaneView
 from omni_proxy.api_keys.callers import KEY_FIELDS
 from omni_proxy.api_keys.key_table import presented_key
-from omni_proxy.config.api_keys import CallerKey
+from omni_proxy.config.tables.keys import CallerKey
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.upstream_http.client import Call, CallResult, broadcast

@@ -11,8 +11,8 @@ from prometheus_client import Metric
 
 from omni_proxy.admin_api.services import KeyServices
 from omni_proxy.api_keys.caller import REASONS
-from omni_proxy.config.api_keys import SavedKey
 from omni_proxy.config.schema import Config
+from omni_proxy.config.tables.keys import SavedKey
 from omni_proxy.telemetry.prometheus import counters, gauges
 
 UNKNOWN = ""  # the name for requests without a valid key

@@ -1,1 +1,1 @@
-"""Configuration tables with a module each: their keys and the rules between their keys."""
+"""The tables of the configuration: their keys, and the rules between the keys of a table."""

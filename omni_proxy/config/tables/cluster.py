@@ -11,8 +11,8 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from msgspec import Meta, Struct
 
-from omni_proxy.config.api_keys import KeyVariable
 from omni_proxy.config.problem import Path
+from omni_proxy.config.tables.keys import KeyVariable
 
 DEFAULT_PORT: Final = 6379
 MAX_DATABASE: Final = 2**31 - 1

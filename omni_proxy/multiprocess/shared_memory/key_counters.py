@@ -21,7 +21,7 @@ import trio
 
 from omni_proxy.api_keys.caller import IN_FLIGHT, REFUSED_REQUESTS, SLOT_CELLS, slot_totals
 from omni_proxy.api_keys.callers import UNKNOWN_SLOT
-from omni_proxy.config.api_keys import MAX_KEYS
+from omni_proxy.config.tables.keys import MAX_KEYS
 from omni_proxy.multiprocess.shared_memory.worker_counters import fence
 
 _log = logging.getLogger(__name__)

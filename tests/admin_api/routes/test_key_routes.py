@@ -1,4 +1,4 @@
-from omni_proxy.config.api_keys import CallerKey
+from omni_proxy.config.tables.keys import CallerKey
 from tests.admin_api.api_fixture import A, build_api, entry
 
 USED = {

@@ -6,9 +6,9 @@ import trio
 
 from omni_proxy.admin_api.routes.models_routes import ALL_LISTS_BYTES, LIST_BYTES, MAX_CARDS, merge
 from omni_proxy.admin_api.serializers.worker_records import worker_record
-from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import HealthConfig
+from omni_proxy.config.tables.keys import CallerKey
 from omni_proxy.routing.model_aliases import ModelAliases
 from omni_proxy.upstream_http import client
 from omni_proxy.upstream_http.client import CallResult

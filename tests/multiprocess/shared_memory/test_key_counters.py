@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from omni_proxy.api_keys.caller import IN_FLIGHT, REQUESTS, ApiCaller
 from omni_proxy.api_keys.callers import UNKNOWN_SLOT
-from omni_proxy.config.api_keys import CallerKey
+from omni_proxy.config.tables.keys import CallerKey
 from omni_proxy.dataplane.exchange.token_usage import count_tokens
 from omni_proxy.multiprocess.shared_memory.key_counters import (
     PAUSE_SECS,

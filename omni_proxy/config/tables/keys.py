@@ -1,4 +1,4 @@
-"""Sources of API keys, common to `[[keys]]` and `[[admin.keys]]`; and the limits in `[[keys]]`.
+"""`[[keys]]`, and the sources of API keys that it has in common with `[[admin.keys]]`.
 
 Invariant: the configuration file never contains a key itself, and errors never repeat a value that
 might be one. Values only; `api_keys.key_table` reads the sources.

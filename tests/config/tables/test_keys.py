@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.config.api_keys import KeySource, source_findings
+from omni_proxy.config.tables.keys import KeySource, source_findings
 from omni_proxy.config.validate import walk
 
 HEX = "ab" * 32
