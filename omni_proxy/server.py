@@ -254,7 +254,7 @@ class Server:
             keys=KeyServices(
                 find_admin_key=lambda key: self.admin_keys.table.find(key),
                 find_caller=lambda key: self.caller_keys.table.find(key),
-                usage=self.process_manager.key_usage,
+                usage=self.process_manager.keys.usage,
                 error=lambda: self.caller_keys.error,
             ),
             telemetry=TelemetryServices(

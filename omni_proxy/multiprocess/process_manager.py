@@ -18,7 +18,6 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget, merged
-from omni_proxy.api_keys.callers import UNKNOWN_SLOT
 from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.keys import CallerKey
 from omni_proxy.dataplane.accept.listener import Listener
@@ -44,11 +43,7 @@ from omni_proxy.multiprocess.load_reports import LoadCollector, load_rows
 from omni_proxy.multiprocess.process_slot import ProcessHandle, ProcessSlot
 from omni_proxy.multiprocess.replication import ReportHandler, SnapshotPublisher
 from omni_proxy.multiprocess.reuseport_group import GroupSockets, ReuseportGroup
-from omni_proxy.multiprocess.shared_memory.key_counters import (
-    KeyCounters,
-    KeySlots,
-    report_wrong_keys,
-)
+from omni_proxy.multiprocess.shared_keys import SharedKeys
 from omni_proxy.multiprocess.shared_memory.sessions import (
     SharedSessions,
     WorkerDirectory,
@@ -98,9 +93,6 @@ class ProcessManager:
         caller_keys: KeySources[CallerKey] | None = None,
     ) -> None:
         self.dataplane = dataplane
-        self._caller_keys = caller_keys or KeySources(("keys",), lambda config: config.keys)
-        self._key_counters: KeyCounters | None = None
-        self._key_slots = KeySlots()
         self._fleet = fleet
         self.draining = False
         self.tree_seed = 0  # seed of the hashes in prefix trees
@@ -128,7 +120,8 @@ class ProcessManager:
         self._has_slots = trio.Event()  # set while there are slots
         self._no_slots = trio.Event()
         self._changed = trio.Event()
-        self._caller_keys.watch(self._follow_keys)
+        key_sources = caller_keys or KeySources(("keys",), lambda config: config.keys)
+        self.keys = SharedKeys(dataplane, key_sources, self._publish_keys)
         fleet.watch(lambda: self._changed.set())
         dataplane.voices.watch(lambda: self._changed.set())
         dataplane.voices.watch_names(lambda: self._changed.set())
@@ -144,8 +137,7 @@ class ProcessManager:
         """Like `DataPlane.prepare`: the result applies `new`. Raises OSError, ConfigError."""
         prepared = self.dataplane.prepare(new)
         try:
-            if new.keys or new.server.api_key:
-                _ = self.key_counters
+            self.keys.prepare(new)
             port = self._prepare_port(new, prepared.public)
         except OSError:
             prepared.cancel()
@@ -153,37 +145,13 @@ class ProcessManager:
 
         def commit() -> None:
             prepared()
-            self._follow_keys()
+            self.keys.apply()
             self._apply(new, port)
 
         return commit
 
-    @property
-    def key_counters(self) -> KeyCounters:
-        """Created with the first key, or the first data-plane process. Raises OSError."""
-        if self._key_counters is None:
-            self._key_counters = KeyCounters.create()
-        return self._key_counters
-
-    def key_usage(self) -> dict[str, dict[str, int]]:
-        """The usage of each caller, by its name; "" is for requests without a valid key."""
-        if self._key_counters is None:
-            return {}
-        self.dataplane.settings.callers.publish()
-        slots = {"": UNKNOWN_SLOT, **self._key_slots.by_name}
-        return {name: self._key_counters.totals(slot) for name, slot in slots.items()}
-
-    def _follow_keys(self) -> None:
-        """Apply the newest keys: in this process immediately, in the others by a snapshot."""
-        table = self._caller_keys.table
-        if self._key_counters is None and not self.dataplane.settings.callers.guarded:
-            return
-        counters = self.key_counters
-        slots = self._key_slots.assign([entry.name for entry in table.entries], counters)
-        self.dataplane.follow_keys(table, slots, counters)
-        self._publisher.callers = CallersMessage(
-            table.entries, tuple(slots[entry.name] for entry in table.entries), counters.highest
-        )
+    def _publish_keys(self, callers: CallersMessage) -> None:
+        self._publisher.callers = callers
         self._changed.set()
 
     def open(self) -> None:
@@ -203,7 +171,7 @@ class ProcessManager:
                 nursery.start_soon(self._repeat, TICK_SECS, self._tick)
                 nursery.start_soon(self._repeat, TICK_SECS / 4, self._publish)
                 nursery.start_soon(self._loads.run)
-                nursery.start_soon(report_wrong_keys, lambda: self._key_counters)
+                nursery.start_soon(self.keys.report_wrong_keys)
                 task_status.started()
                 await self._publish_changes()
         finally:
@@ -344,8 +312,7 @@ class ProcessManager:
         index = next(free for free in range(1, len(self.slots) + 2) if free not in self.slots)
         slot = self.slots[index] = ProcessSlot(index)
         self.worker_ids.processes = max(self.slots)
-        self.key_counters.extend(index)
-        self._follow_keys()
+        self.keys.extend(index)
         self._has_slots.set()
         self._nursery.start_soon(self._run_slot, slot)
 
@@ -401,7 +368,7 @@ class ProcessManager:
         start = StartCommand(
             handle.index, self._admin_socket, SILENT_SECS, proxy_id, self.tree_seed
         )
-        counters = self.worker_ids.counters.descriptor, self.key_counters.descriptor
+        counters = self.worker_ids.counters.descriptor, self.keys.counters.descriptor
         handle.send_files(start, *counters, *self._tables)
         self._publisher.send_all([handle])
         if rows := load_rows(self._fleet.targets(), self.worker_ids.ids):
@@ -426,7 +393,7 @@ class ProcessManager:
 
     def _on_exit(self, slot: ProcessSlot, handle: ProcessHandle) -> None:
         self.worker_ids.clear(handle.index)
-        self.key_counters.drop_in_flight(handle.index, range(self._key_slots.highest + 1))
+        self.keys.drop_in_flight(handle.index)
         self._report_handler.on_process_exit(handle)
         self._assign_sockets()
         self._changed.set()
