@@ -15,6 +15,8 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+from omni_proxy.shared.atomic_write import replace_file
+
 _log = logging.getLogger(__name__)
 
 FileSignature = tuple[int, int, int]  # mtime in ns, size in bytes, inode
@@ -51,27 +53,13 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a temporary file next to `path`, sync it, rename it. Raises OSError.
+    """`atomic_write.replace_file` with a temporary file of this process. Raises OSError.
 
     The file gets mode 0600; a missing folder is created with mode 0700.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    replace_file(path, text.encode(), temporary, 0o600)
 
 
 def remove_stale_temporaries(path: Path) -> None:

@@ -13,7 +13,6 @@ its folder entry are on disk (fsync). An unreadable journal is set aside, never 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.shared.atomic_write import sync_folder
 from omni_proxy.shared.decoding import MALFORMED
 from omni_proxy.system.files import remove_stale_temporaries, write_atomically
 from omni_proxy.weight_sync.protocol.journal import (
@@ -90,7 +90,7 @@ class JournalFile:
             self._write_text(self.path, encode(journal).decode())
         elif self.path.exists():
             self.path.unlink()
-            _fsync_folder(self.folder)
+            sync_folder(self.folder)
 
     def read_published(self) -> PublishedVersion:
         try:
@@ -109,15 +109,7 @@ class JournalFile:
         is_new = not self.folder.exists()
         write_atomically(path, text)
         if is_new:
-            _fsync_folder(self.folder.parent)
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync_folder(self.folder.parent)
 
 
 _log = logging.getLogger(__name__)

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from omni_proxy.shared import atomic_write
+from omni_proxy.shared.atomic_write import sync_folder
 from omni_proxy.system.memory import free_bytes, is_memory_device
 
 SHARED_MEMORY: Final = Path("/dev/shm")
@@ -82,13 +84,7 @@ def is_open_as(descriptor: int, path: Path) -> bool:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Replaces a file atomically. Raises OSError; the old file is then unchanged."""
-    temporary = path.with_name(f"{path.name}.new")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
+    atomic_write.replace_file(path, data, path.with_name(f"{path.name}.new"))
 
 
 def allocate(path: Path, header: bytes, nbytes: int) -> None:
@@ -147,11 +143,3 @@ def replace_symlink(link: Path, target: Path) -> None:
     temporary.symlink_to(target)
     temporary.replace(link)
     sync_folder(link.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

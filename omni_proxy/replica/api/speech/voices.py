@@ -32,6 +32,7 @@ from omni_proxy.replica.api.common.media import (
     read_form,
 )
 from omni_proxy.replica.api.route_context import MIB, RouteContext
+from omni_proxy.shared.atomic_write import replace_file
 
 VOICE_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 RESERVED_NAMES: Final = ("default",)
@@ -133,14 +134,7 @@ class VoiceStore:
 
     def _write(self, path: Path, data: bytes) -> None:
         new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
-        try:
-            with new.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
+        replace_file(path, data, new)
 
 
 def folded_name(name: str) -> str:
