@@ -21,6 +21,10 @@ from omni_proxy.runtime_config.config_store import ChangeResult
 from omni_proxy.wire.errors import HttpError, bad_request, to_json
 
 WARNING_FIELD = "X-Omni-Warning"
+_FLAG_WORDS: Final = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("", "false", "0", "no", "off"), False),
+}
 
 
 def json_response(
@@ -55,6 +59,17 @@ def _warned(response: Response, warning: str) -> Response:
 
 async def body_bytes() -> bytes:
     return await request.get_data(cache=False, as_text=False, parse_form_data=False)
+
+
+def query_flag(name: str) -> bool:
+    """A boolean of the query; without it false. Raises HttpError 400 for any other value.
+
+    Engines' routes follow the engines: their clients may send other words.
+    """
+    value = request.args.get(name, "").lower()
+    if value not in _FLAG_WORDS:
+        raise bad_request(f"{name} must be true or false")
+    return _FLAG_WORDS[value]
 
 
 async def json_object() -> dict[str, object]:

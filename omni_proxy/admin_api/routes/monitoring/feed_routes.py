@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import trio
-from quart import Quart, Response, request
+from quart import Quart, Response
 
 from omni_proxy.admin_api.access.key_check import KeyCheck
 from omni_proxy.admin_api.access.roles import ALL
+from omni_proxy.admin_api.responses import query_flag
 from omni_proxy.admin_api.serializers.feed_snapshot import Snapshots
 from omni_proxy.admin_api.services import DataPlaneView
 from omni_proxy.admin_api.streamed_body import RETRY, Body, ReaderLimit
@@ -62,7 +63,7 @@ class FeedRoutes:
         # Without a key the proxy requires none, so the reader may do everything.
         role = holder.role if holder is not None else ALL
         reader = {"reader": {"name": holder.name if holder is not None else None, "role": role}}
-        if request.args.get("once", "").lower() in ("true", "1", "yes"):
+        if query_flag("once"):
             return Response(self._snapshots.now(reader), content_type="application/json")
         self._readers.check_limit()
         response = Response(b"", content_type="text/event-stream")

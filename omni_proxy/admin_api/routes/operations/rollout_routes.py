@@ -14,7 +14,7 @@ from quart import Quart, Response, request
 
 from omni_proxy.admin_api.access.caller_name import caller
 from omni_proxy.admin_api.forwarded_request import forwarded_headers
-from omni_proxy.admin_api.responses import json_object, json_response
+from omni_proxy.admin_api.responses import json_object, json_response, query_flag
 from omni_proxy.admin_api.routes.operations.weight_update_routes import shown
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.services import DataPlaneView
@@ -92,6 +92,7 @@ class RolloutRoutes:
     async def begin(self) -> Response:
         """202 once the rollout is planned and recorded; the events and its location have its
         outcome."""
+        wants_events = _wants_events()
         parsed = parse_rollout(await json_object())
         reply = await self._weight_operations.start_rollout(
             RolloutCall(
@@ -101,7 +102,7 @@ class RolloutRoutes:
                 credentials_of(forwarded_headers(request.headers)),
             )
         )
-        if reply.ok and _wants_events():
+        if reply.ok and wants_events:
             return self._events()
         response = shown(reply)
         if reply.ok:
@@ -133,5 +134,4 @@ class RolloutRoutes:
 
 
 def _wants_events() -> bool:
-    follow = request.args.get("follow", "").lower() in ("true", "1", "yes")
-    return follow or EVENTS in request.headers.get("Accept", "")
+    return query_flag("follow") or EVENTS in request.headers.get("Accept", "")

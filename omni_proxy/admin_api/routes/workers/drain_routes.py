@@ -30,8 +30,6 @@ from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import DRAINED, DRAINING, WorkerDrain
 from omni_proxy.wire.errors import HttpError, bad_request
 
-SWITCH = {"true": True, "1": True, "yes": True, "": False, "false": False, "0": False, "no": False}
-
 
 class DrainRoutes:
     def __init__(
@@ -106,11 +104,3 @@ class DrainRoutes:
 def disabled_by_request() -> DisabledBy:
     """The record that the current request disables a worker."""
     return DisabledBy(by=caller(), at=datetime.now(UTC).isoformat(timespec="seconds"))
-
-
-def asked_to_drain() -> bool:
-    """Whether the query has `drain`. Raises HttpError 400 if that is not a boolean."""
-    value = request.args.get("drain", "").lower()
-    if value not in SWITCH:
-        raise bad_request("drain must be true or false")
-    return SWITCH[value]

@@ -27,10 +27,9 @@ from omni_proxy.admin_api.fleet_changes import (
     requested_url,
     with_gateway_code,
 )
-from omni_proxy.admin_api.responses import etag, json_object, json_response
+from omni_proxy.admin_api.responses import etag, json_object, json_response, query_flag
 from omni_proxy.admin_api.routes.workers.drain_routes import (
     DrainRoutes,
-    asked_to_drain,
     disabled_by_request,
 )
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
@@ -178,7 +177,7 @@ class WorkerRoutes:
     async def delete(self, name: str) -> Response:
         worker = find_worker(self._fleet, name)
         payload: dict[str, object] = {"status": "ok", "worker_id": self._notes.public_id(worker)}
-        if asked_to_drain():
+        if query_flag("drain"):
             if self._is_async():
                 await self._drains.begin_removal(worker)
                 return self._accepted(worker, "worker drains; it is removed with its last request")

@@ -163,6 +163,11 @@ async def reading(api):
             await reader.ended.wait()
 
 
+@pytest.mark.parametrize(("word", "status"), [("on", 200), ("True", 200), ("maybe", 400)])
+async def test_once_is_a_boolean(api, word, status):
+    assert (await api.client().get(f"/feed?once={word}")).status_code == status
+
+
 async def test_a_reader_gets_the_whole_history_once_then_only_new_points(api):
     seconds = iter(range(1001, 1009))
     for _ in range(3):

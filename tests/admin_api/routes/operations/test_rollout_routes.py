@@ -137,3 +137,9 @@ async def test_a_followed_rollout_ends_when_the_proxy_drains(api, engines, autoj
     api.data_plane.draining = True
     response = await api.client().get(f"{PATH}?follow=true")
     assert events_in(await response.get_data())[-1]["state"] == "running"
+
+
+async def test_a_rollout_with_an_invalid_follow_does_not_start(api):
+    response = await api.client().post(f"{PATH}?follow=maybe", json=BODY)
+    assert response.status_code == 400
+    assert api.operations.rollouts.progress.to_dict() is None
