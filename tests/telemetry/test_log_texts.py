@@ -23,9 +23,9 @@ OTHERS = frozenset((
 ))  # fmt: skip
 # The same event is logged in several places.
 IN_SEVERAL_FILES = frozenset((
-    "discovery_failed", "listener_opened", "prefix_trees_left_out",
-    "process_group_replaced", "worker_deleted", "worker_drain_overdue", "worker_registered",
-    "worker_remove_failed",
+    "certificate_reload_failed", "discovery_failed", "listener_opened", "prefix_trees_left_out",
+    "process_group_replaced", "shutdown_aborted", "worker_deleted", "worker_drain_overdue",
+    "worker_registered", "worker_remove_failed",
 ))  # fmt: skip
 
 
