@@ -392,7 +392,7 @@ class Server:
             if self.config_store.config.discover:
                 first.append(self._supervisor_of("discovery"))
                 await root.start(first[-1].run)
-            envoy = [each for each in self.supervisors if each.name == "envoy"]
+            envoy = [supervisor for supervisor in self.supervisors if supervisor.name == "envoy"]
             first += envoy
             await self._incoming.take_over(self.upgrades.parts, root, envoy)
             if not self._is_activated:
@@ -414,7 +414,7 @@ class Server:
         self._is_activated = bool(socks)
 
     def _supervisor_of(self, name: str) -> Supervisor:
-        return next(each for each in self.supervisors if each.name == name)
+        return next(supervisor for supervisor in self.supervisors if supervisor.name == name)
 
     async def _open_when_ready(self) -> int:
         """Open the listeners once the replicas of the command line are ready. Returns 0, or the

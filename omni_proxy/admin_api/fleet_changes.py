@@ -107,8 +107,8 @@ class FleetChanges:
             try:
                 if not isinstance(address, str):
                     self._refuse_own_address(await addresses(*address))
-            except RefusedAddress as refused:
-                raise bad_request(f"url: {refused}", "worker_url_refused") from None
+            except RefusedAddress as error:
+                raise bad_request(f"url: {error}", "worker_url_refused") from None
             except OSError:
                 return
 
@@ -131,7 +131,9 @@ def lookup_worker(fleet: Fleet, name: str) -> Worker | None:
 def _by_gateway_id(fleet: Fleet, name: str) -> Worker | None:
     if len(name) != UUID_CHARS:
         return None
-    return next((each for each in fleet.workers if gateway_id(each.url) == name.lower()), None)
+    return next(
+        (worker for worker in fleet.workers if gateway_id(worker.url) == name.lower()), None
+    )
 
 
 def find_worker(fleet: Fleet, name: str) -> Worker:
@@ -184,8 +186,8 @@ def parse_worker_url(text: str) -> str:
         raise _one_rank(bare)
     try:
         return normalize_url(text, allow_unix=False)
-    except ValueError as reason:
-        raise _error(400, f"url {reason}", "worker_url_refused") from None
+    except ValueError as error:
+        raise _error(400, f"url {error}", "worker_url_refused") from None
 
 
 def requested_url(body: Mapping[str, object]) -> tuple[str, dict[str, object]]:
@@ -265,8 +267,8 @@ class WorkerArrivals:
         try:
             if not isinstance(place, str):
                 worker.address = await resolve(*place)
-        except RefusedAddress as refused:
-            raise bad_request(f"url: {refused}", "worker_url_refused") from None
+        except RefusedAddress as error:
+            raise bad_request(f"url: {error}", "worker_url_refused") from None
         except OSError as error:
             return str(error)
         target = quote(health.endpoint, safe="/%:@!$&'()*+,;=~?")

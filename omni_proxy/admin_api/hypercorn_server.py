@@ -123,8 +123,8 @@ class HypercornServer:
                 state,
                 stream,  # type: ignore[arg-type]
             )
-        except Exception as fault:  # any fault ends this connection only (hypercorn #225)
-            log.warning("admin_connection_failed error=%s", repr(first_leaf_error(fault)))
+        except Exception as error:  # any fault ends this connection only (hypercorn #225)
+            log.warning("admin_connection_failed error=%s", repr(first_leaf_error(error)))
 
 
 def _settings() -> Config:

@@ -72,13 +72,13 @@ class AbortFindings(msgspec.Struct, frozen=True):
 
 def id_forms(request_id: str) -> set[str]:
     """The id, and the ids that it has without vLLM's prefixes and suffixes."""
-    found = {request_id}
+    forms = {request_id}
     for prefix in _PREFIXES:
         if request_id.startswith(prefix):
             bare = request_id.removeprefix(prefix)
             base, dash, number = bare.rpartition("-")
-            found |= {bare, base if dash and number.isdecimal() else bare}
-    return found - {""}
+            forms |= {bare, base if dash and number.isdecimal() else bare}
+    return forms - {""}
 
 
 def as_vllm_writes(request_id: str) -> tuple[str, ...]:

@@ -263,7 +263,9 @@ def as_one(path: str, response: AdminResponse, results: Sequence[WorkerResult]) 
     if (merge := _MERGED.get(path)) is not None:
         body |= merge(bodies)
     if path == WEIGHT_CHECKER:
-        checksums = [sums for each in bodies if isinstance(sums := each.get("checksums"), dict)]
+        checksums = [
+            sums for one_body in bodies if isinstance(sums := one_body.get("checksums"), dict)
+        ]
         if _differ(checksums):
             top = {"success": False, "status": "error", "message": DIFFERENT_WEIGHTS}
             return AdminResponse(409, {**response.body, **top})

@@ -64,10 +64,10 @@ def _term(reader: _Reader) -> Term:
     for sign, negated in (("!=", True), ("=", False)):
         if reader.skip(sign):
             return Term(key, frozenset((reader.take(_VALUE, "a value is missing"),)), negated)
-    at = reader.offset
+    operator_offset = reader.offset
     name = reader.take(_KEY, "one of =, !=, in, notin is missing")
     if name not in ("in", "notin"):
-        raise SelectorError("one of =, !=, in, notin is missing", at)
+        raise SelectorError("one of =, !=, in, notin is missing", operator_offset)
     reader.expect("(")
     values = [reader.take(_VALUE, "a value is missing")]
     while reader.skip(","):

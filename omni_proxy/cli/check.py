@@ -33,12 +33,12 @@ def main(argv: Sequence[str]) -> int:
         reject_own_addresses(config, (), str(arguments.file))
         file = str(arguments.file)
         notes = [*check_keys(config, file), *alias_notes(config), *model_notes(config)]
-    except ConfigError as refusal:
+    except ConfigError as error:
         if arguments.json:
-            print(json.dumps({"ok": False, **refusal.as_dict()}, indent=2))
+            print(json.dumps({"ok": False, **error.as_dict()}, indent=2))
         else:
-            print(refusal, file=sys.stderr)
-            print(f"refused: {_counted(len(refusal.problems), 'problem')}", file=sys.stderr)
+            print(error, file=sys.stderr)
+            print(f"refused: {_counted(len(error.problems), 'problem')}", file=sys.stderr)
         return 2
     if arguments.json:
         result = {"ok": True, "file": str(arguments.file), "problems": []}
@@ -81,8 +81,10 @@ def alias_notes(config: Config) -> list[str]:
     loras = [worker.loras for worker in config.workers]
     if config.discover or "auto" in loras:
         return []
-    named = [worker.model for worker in config.workers] + [group.model for group in config.launch]
-    models = {model or config.routing.model for model in named} - {""}
+    named_models = [worker.model for worker in config.workers] + [
+        group.model for group in config.launch
+    ]
+    models = {model or config.routing.model for model in named_models} - {""}
     if not models:  # workers without a model take any request
         return []
     known = set(models)
@@ -101,11 +103,16 @@ def model_notes(config: Config) -> list[str]:
     """Notes about workers without a model, if other workers have one."""
     if config.routing.model:
         return []
-    named = [(f"workers[{i}]", each.model or each.loras) for i, each in enumerate(config.workers)]
-    named += [(f"launch[{i}]", each.model) for i, each in enumerate(config.launch)]
-    named += [(f"discover[{i}]", e.model or e.model_label) for i, e in enumerate(config.discover)]
-    unnamed = [place for place, model in named if not model]
-    if len(unnamed) == len(named):
+    models = [
+        (f"workers[{i}]", entry.model or entry.loras) for i, entry in enumerate(config.workers)
+    ]
+    models += [(f"launch[{i}]", entry.model) for i, entry in enumerate(config.launch)]
+    models += [
+        (f"discover[{i}]", entry.model or entry.model_label)
+        for i, entry in enumerate(config.discover)
+    ]
+    unnamed = [place for place, model in models if not model]
+    if len(unnamed) == len(models):
         return []
     reason = "it gets no request that names a model, because other workers have one"
     return [f"{place}: has no model: {reason}" for place in unnamed]
@@ -116,9 +123,9 @@ def _summary(config: Config) -> str:
     where = server.host if server.host.startswith("unix:") else f"{server.host} port {server.port}"
     replicas = sum(group.replicas for group in config.launch)
     sources = len(config.discover)
-    found = f"{_counted(sources, 'source')} of discovery, " if sources else ""
+    discovered = f"{_counted(sources, 'source')} of discovery, " if sources else ""
     return (
-        f"{_counted(len(config.workers), 'worker')} named, {found}"
+        f"{_counted(len(config.workers), 'worker')} named, {discovered}"
         f"{_counted(replicas, 'replica')} launched, policy {config.routing.policy}, "
         f"listens on {where}{' with TLS' if server.tls_cert else ''}"
     )

@@ -139,9 +139,9 @@ def _alias(body: JsonObject) -> Iterator[str]:
     if not alias:
         return
     targets = ", ".join(
-        f"{printable(each['model'])} (weight {each['weight']}"
-        f"{'' if each['available'] else ', no worker for it'})"
-        for each in alias["targets"]
+        f"{printable(target['model'])} (weight {target['weight']}"
+        f"{'' if target['available'] else ', no worker for it'})"
+        for target in alias["targets"]
     )
     yield f"alias of  {targets}"
     if alias.get("target"):

@@ -130,10 +130,10 @@ def main(argv: Sequence[str]) -> int:
             print(json.dumps({"key_sha256": digest}) if arguments.json else digest)
             return 0
         return _check(digest, arguments.config, as_json=arguments.json)
-    except UnusableKey as unusable:
-        print(f"omni-proxy keys: stdin {unusable}", file=sys.stderr)
-    except ConfigError as refusal:
-        print(refusal, file=sys.stderr)
+    except UnusableKey as error:
+        print(f"omni-proxy keys: stdin {error}", file=sys.stderr)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
     except AdminClientError as error:
         print(f"omni-proxy keys: {error}", file=sys.stderr)
     return EXIT_FAILED
@@ -237,8 +237,8 @@ def _new(arguments: argparse.Namespace) -> int:
         print("omni-proxy keys: limits are part of an entry: pass --name too", file=sys.stderr)
         return EXIT_FAILED
     if arguments.json:
-        named = {"name": arguments.name, **limits} if arguments.name else {}
-        print(json.dumps(key_record | named))
+        entry = {"name": arguments.name, **limits} if arguments.name else {}
+        print(json.dumps(key_record | entry))
     elif arguments.name:
         print(f"The key, for the caller only:\n{key}\n\nFor the configuration file:")
         print(f"# {FIRST_KEY_WARNING}\n[[keys]]")
@@ -286,7 +286,7 @@ def usage_lines(body: JsonObject) -> list[str]:
             ", ".join(refused) or "-",
         )
 
-    table = render_table(_USAGE, [row(each) for each in callers], right_aligned=_USAGE[1:7])
+    table = render_table(_USAGE, [row(caller) for caller in callers], right_aligned=_USAGE[1:7])
     return [*table, *_refusal_lines(body)]
 
 
@@ -319,15 +319,15 @@ def _owner_record(owner: Owner) -> JsonObject:
 def owners_of(digest: str, config: Config, file: str) -> list[Owner]:
     """All owners of the key in a configuration. Raises ConfigError if a configured key can't be
     read."""
-    found = []
+    owners = []
     for table, key in (("[server]", config.server.api_key), ("[admin]", config.admin.api_key)):
         if key and compare_digest(sha256_of_key(key.encode()), digest):
             routes = "model routes" if table == "[server]" else "control routes"
-            found.append(Owner("api_key", table, [f"all {routes}", "no limits"]))
+            owners.append(Owner("api_key", table, [f"all {routes}", "no limits"]))
     callers = resolve_keys(config.keys, ("keys",), file)
     admins = resolve_keys(config.admin.keys, ("admin", "keys"), file)
     return [
-        *found,
+        *owners,
         *(
             Owner(caller.name, "[[keys]]", _allowed(caller))
             for caller in callers

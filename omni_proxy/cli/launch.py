@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"with --command, put {engine_flags[0]} into the command itself")
     try:
         startup = routed(arguments, _entries(arguments, engine_flags))
-    except (ConfigError, EngineCommandError) as refusal:
-        print(refusal, file=sys.stderr)
+    except (ConfigError, EngineCommandError) as error:
+        print(error, file=sys.stderr)
         return 2
     return start(startup)
 
@@ -69,8 +69,8 @@ def main_router(argv: Sequence[str]) -> int:
     """Starts without workers too: engines of a trainer register themselves later."""
     try:
         startup = router_startup(argv)
-    except ConfigError as refusal:
-        print(refusal, file=sys.stderr)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
         return 2
     return start(startup)
 

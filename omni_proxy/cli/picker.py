@@ -34,8 +34,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     try:
         startup = startup_of(arguments, os.environ.get("SGLANG_OMNI_ADMIN_KEY", ""))
-    except ConfigError as refusal:
-        print(refusal, file=sys.stderr)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
         return 2
     # A single process: there are no counts of other processes to agree with.
     overrides = {**startup.overrides, "server.processes": 1}

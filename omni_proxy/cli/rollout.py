@@ -92,8 +92,8 @@ def run_rollout(target: AdminTarget, arguments: argparse.Namespace, wait_secs: f
 
 def _ask(proxy: AdminClient, arguments: argparse.Namespace) -> dict[str, Any]:
     """The rollout from the proxy's reply. Raises AdminClientError, ChangeRefused."""
-    given = {key: getattr(arguments, key) for key in KEYS}
-    body = {key: value for key, value in given.items() if value is not None and value is not False}
+    flags = {key: getattr(arguments, key) for key in KEYS}
+    body = {key: value for key, value in flags.items() if value is not None and value is not False}
     begins = "model_path" in body or "version" in body
     action = arguments.action or "status"
     if begins and arguments.action is not None:

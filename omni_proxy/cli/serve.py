@@ -52,17 +52,17 @@ def main(argv: Sequence[str]) -> int:
         return 2
     parser = serve_parser()
     arguments = parser.parse_args(argv)
-    given = arguments.worker_urls or arguments.prefill or arguments.decode
-    given = given or arguments.service_discovery
-    if arguments.config is None and not given:
+    has_workers = arguments.worker_urls or arguments.prefill or arguments.decode
+    has_workers = has_workers or arguments.service_discovery
+    if arguments.config is None and not has_workers:
         parser.error(
             "nothing to serve: name a file with --config FILE (config/example.toml shows every "
             "key), or workers with --worker-urls http://HOST:PORT ..."
         )
     try:
         startup = startup_of(arguments, os.environ.get("SGLANG_OMNI_ADMIN_KEY", ""))
-    except ConfigError as refusal:
-        print(refusal, file=sys.stderr)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
         return 2
     return start(startup)
 
@@ -102,30 +102,30 @@ def startup_of(
 
 def _pool_flags(arguments: Namespace) -> PoolFlags:
     """The flags for prefill and decode workers; `launch` has none of them."""
-    given = vars(arguments)
+    flags = vars(arguments)
     return PoolFlags(
-        prefill=given.get("prefill") or (),
-        decode=given.get("decode") or (),
-        sglang=bool(given.get("pd_disaggregation")),
-        vllm=bool(given.get("vllm_pd_disaggregation")),
-        connector=given.get("kv_connector") or "",
+        prefill=flags.get("prefill") or (),
+        decode=flags.get("decode") or (),
+        sglang=bool(flags.get("pd_disaggregation")),
+        vllm=bool(flags.get("vllm_pd_disaggregation")),
+        connector=flags.get("kv_connector") or "",
     )
 
 
 def _discovery_flags(arguments: Namespace, pools: PoolFlags) -> DiscoveryFlags:
     """The flags for discovery in Kubernetes; `launch` has none of them."""
-    given = vars(arguments)
+    flags = vars(arguments)
     # vllm-router's arguments always name a connector, with or without pools.
-    selects_pools = given.get("prefill_selector") or given.get("decode_selector")
+    selects_pools = flags.get("prefill_selector") or flags.get("decode_selector")
     has_pools = pools.sglang or pools.vllm or (pools.connector and selects_pools)
     return DiscoveryFlags(
-        on=bool(given.get("service_discovery")),
-        selector=given.get("selector") or (),
-        prefill_selector=given.get("prefill_selector") or (),
-        decode_selector=given.get("decode_selector") or (),
-        port=given.get("service_discovery_port") or "",
-        namespace=given.get("service_discovery_namespace") or "",
-        model_id_from=given.get("model_id_from") or "",
+        on=bool(flags.get("service_discovery")),
+        selector=flags.get("selector") or (),
+        prefill_selector=flags.get("prefill_selector") or (),
+        decode_selector=flags.get("decode_selector") or (),
+        port=flags.get("service_discovery_port") or "",
+        namespace=flags.get("service_discovery_namespace") or "",
+        model_id_from=flags.get("model_id_from") or "",
         connector=connector_of(pools) if has_pools else None,
     )
 

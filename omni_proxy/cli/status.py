@@ -172,12 +172,16 @@ def _summary(feed: FeedModel, url: str, width: int) -> Iterator[str]:
 def describe_tokens(fleet: Iterable[FleetRow]) -> str:
     """Token rates of the last minute; "" while no tokens are counted."""
     minutes = [row.minute for row in fleet]
-    out = [each.output_tokens_per_sec for each in minutes if each.output_tokens_per_sec is not None]
+    out = [
+        minute.output_tokens_per_sec
+        for minute in minutes
+        if minute.output_tokens_per_sec is not None
+    ]
     if not out:
         return ""
-    prompts = [(each.input_tokens_per_sec or 0.0, each.cache_hit_ratio) for each in minutes]
+    prompts = [(minute.input_tokens_per_sec or 0.0, minute.cache_hit_ratio) for minute in minutes]
     cached = [(rate, share) for rate, share in prompts if rate and share is not None]
-    gaps = [each.between_p50_ms for each in minutes if each.between_p50_ms is not None]
+    gaps = [minute.between_p50_ms for minute in minutes if minute.between_p50_ms is not None]
     parts = [f"{sum(out):.0f}/s out, {sum(rate for rate, _ in prompts):.0f}/s in"]
     if gaps:
         parts.append(f"{format_millis(sorted(gaps)[len(gaps) // 2])} between chunks")
@@ -190,13 +194,13 @@ def describe_tokens(fleet: Iterable[FleetRow]) -> str:
 def describe_source(source: DiscoverySource) -> str:
     """The source's state, and the workers that it found. If it fails, how old its answer is."""
     counts = [f"{count} {printable(kind)}" for kind, count in source.workers.items() if count]
-    found = ", ".join(counts) or "no workers"
+    workers = ", ".join(counts) or "no workers"
     state = printable(source.state)
     if source.error:
         age = f" {format_age(source.age_secs)}" if source.age_secs is not None else ""
         state = f"{state.upper()}{age} ({printable(source.error)})"
     ignored = f"; {len(source.ignored)} ignored" if source.ignored else ""
-    return f"{printable(source.name)} {state}: {found.replace('_', ' ')}{ignored}"
+    return f"{printable(source.name)} {state}: {workers.replace('_', ' ')}{ignored}"
 
 
 def describe_cluster(cluster: ClusterStatus) -> str:

@@ -241,8 +241,8 @@ def _status(body: JsonObject) -> list[str]:
     lines += [f"uncertain: {url}: {reason}" for url, reason in body["uncertain"].items()]
     if body["uncertain"]:
         lines.append("once their weights are verified: omni-proxy weights resolve")
-    pauses = [PausedWorker(**each) for each in paused.values()]
-    lines += [f"PAUSED: {each}" for each in pause_lines(pauses, len(rows), datetime.now(UTC))]
+    pauses = [PausedWorker(**record) for record in paused.values()]
+    lines += [f"PAUSED: {line}" for line in pause_lines(pauses, len(rows), datetime.now(UTC))]
     if body["journal"]["error"]:
         lines.append(f"journal: {body['journal']['error']}")
     for entry in body["history"][-HISTORY_SHOWN:]:

@@ -187,16 +187,16 @@ def ranks_in_urls(texts: Iterable[str]) -> int | None:
 
     `texts` are valid. Raises ConfigError unless each URL is named with all of the ranks.
     """
-    named: dict[str, set[int]] = {}
+    ranks_by_url: dict[str, set[int]] = {}
     for text in texts:
         url, rank = split_rank(text)
-        named.setdefault(normalize_url(url, allow_unix=False), set()).update(
+        ranks_by_url.setdefault(normalize_url(url, allow_unix=False), set()).update(
             () if rank is None else (rank,)
         )
-    if not any(named.values()):
+    if not any(ranks_by_url.values()):
         return None
-    count = max(map(len, named.values()))
-    for url, ranks in named.items():
+    count = max(map(len, ranks_by_url.values()))
+    for url, ranks in ranks_by_url.items():
         if ranks != set(range(count)):
             reason = f"{to_toml_literal(url)}: ranks 0 to {count - 1} are not all named"
             hint = "name each URL with all its ranks; or once, with `ranks` in [[workers]]"

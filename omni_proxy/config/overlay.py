@@ -123,9 +123,9 @@ def desired_workers(
     """Workers in the order: FILE, launch, flags, added over HTTP, discovered. Discovery does not
     change workers that another source names."""
     workers: dict[str, WorkerSpec] = {}
-    named: set[str] = set()
+    named_urls: set[str] = set()
     for entry, origin, fingerprint in _named(config, flag_workers):
-        named.add(entry.url)
+        named_urls.add(entry.url)
         if entry.url not in workers and not _has_tombstone(state, entry.url, fingerprint):
             switched = _switched(entry, _switch_of(state, entry.url, None))
             workers[entry.url] = _desired(switched, origin, entry)
@@ -133,12 +133,12 @@ def desired_workers(
         other = workers.get(added.url)
         workers[added.url] = _desired(added, other.origin if other else "api", other)
     specs = {url: with_defaults(worker, config) for url, worker in workers.items()}
-    for each in found:
-        url = each.entry.url
-        if url in specs or url in named:  # a named worker that was deleted stays deleted
+    for worker_found in found:
+        url = worker_found.entry.url
+        if url in specs or url in named_urls:  # a named worker that was deleted stays deleted
             continue
         touched = url in state.switches or url in state.tombstones
-        worker = _changed_over_http(each, state) if touched else each
+        worker = _changed_over_http(worker_found, state) if touched else worker_found
         if worker is not None:
             specs[url] = worker.spec(config)
     return tuple(specs.values())
@@ -328,8 +328,8 @@ def _named(
                 kv_events=group.kv_events,
             )
             yield worker, "launch", _fingerprint(group)
-    for given in flag_workers:
-        entry = WorkerEntry(url=given) if isinstance(given, str) else given
+    for flag in flag_workers:
+        entry = WorkerEntry(url=flag) if isinstance(flag, str) else flag
         yield entry, "flag", FLAG_FINGERPRINT
 
 

@@ -66,8 +66,8 @@ def pool_workers(flags: PoolFlags, urls: Iterable[str]) -> tuple[WorkerEntry, ..
     Raises ConfigError with all problems.
     """
     connector = connector_of(flags)
-    named = flags.prefill or flags.decode
-    if named and not (flags.sglang or flags.vllm or flags.connector):
+    has_pools = flags.prefill or flags.decode
+    if has_pools and not (flags.sglang or flags.vllm or flags.connector):
         flag = "--prefill" if flags.prefill else "--decode"
         reason = "needs a flag for the KV transfer protocol"
         raise flag_error([(flag, reason, f"add {SGLANG} for SGLang, or {VLLM} for vLLM")])
@@ -150,8 +150,10 @@ def discover_entries(flags: DiscoveryFlags) -> tuple[DiscoverEntry, ...]:
         ("--decode-selector", flags.decode_selector, "decode"),
     )
     plain: tuple[_Selector, ...] = (("--selector", flags.selector, ""),)
-    given = [each for each in (plain if flags.connector is None else pools) if each[1]]
-    if not given:
+    selectors = [
+        selector for selector in (plain if flags.connector is None else pools) if selector[1]
+    ]
+    if not selectors:
         which = "--selector" if flags.connector is None else "--prefill-selector, --decode-selector"
         raise flag_error([(FLAG, "needs a selector", f"add {which} KEY=VALUE")])
     if flags.connector is None and (flags.prefill_selector or flags.decode_selector):
@@ -169,7 +171,7 @@ def discover_entries(flags: DiscoveryFlags) -> tuple[DiscoverEntry, ...]:
             model_label=model_label,
             kv_connector=flags.connector or "" if role else "",
         )
-        for flag, pairs, role in given
+        for flag, pairs, role in selectors
     )
 
 

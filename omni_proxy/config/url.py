@@ -73,8 +73,14 @@ def normalize_url(text: str, *, allow_unix: bool) -> str:
 def split_rank(text: str) -> tuple[str, int | None]:
     """The URL and its data-parallel rank, which other routers append: `http://HOST:PORT@3`.
     The rank is None if there is none."""
-    url, at, rank = text.strip().rpartition("@")
-    if at and "://" in url and rank.isascii() and rank.isdecimal() and len(rank) <= _RANK_DIGITS:
+    url, separator, rank = text.strip().rpartition("@")
+    if (
+        separator
+        and "://" in url
+        and rank.isascii()
+        and rank.isdecimal()
+        and len(rank) <= _RANK_DIGITS
+    ):
         return url, int(rank)
     return text, None
 

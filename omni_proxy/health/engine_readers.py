@@ -129,12 +129,12 @@ def ranks_of_info(result: CallResult) -> int | None:
     body = result.json()
     if not isinstance(body, dict):
         return None
-    found = body.get("dp_size")
+    count = body.get("dp_size")
     config = body.get("vllm_config")
     parallel = config.get("parallel_config") if isinstance(config, dict) else None
-    if found is None and isinstance(parallel, dict):
-        found = parallel.get("data_parallel_size")
-    return found if isinstance(found, int) and 1 <= found <= MAX_RANKS else None
+    if count is None and isinstance(parallel, dict):
+        count = parallel.get("data_parallel_size")
+    return count if isinstance(count, int) and 1 <= count <= MAX_RANKS else None
 
 
 def ranks_of_metrics(text: bytes) -> int:
@@ -179,12 +179,12 @@ class EngineLoadReader(PageReader):
         known = self._pages.get(worker)
         answered = True
         for page in PAGES if known is None else (known,):
-            at = self._clock()
+            asked_at = self._clock()
             result = await fetch(page)
             loads = await _loads_of(page, result) if result.ok else {}
             if loads:
                 self._pages[worker] = page
-                self._fleet.loads.report_engines(worker, loads, at)
+                self._fleet.loads.report_engines(worker, loads, asked_at)
                 return True
             answered &= was_reached(result)
         self._pages.pop(worker, None)

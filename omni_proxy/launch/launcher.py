@@ -61,7 +61,9 @@ class Launcher:
         """Take over replicas of another program, before `run`; or own replicas that were released
         to a program that has failed."""
         self._released = False
-        self._handed = {(each.record.name, each.record.index): each for each in replicas}
+        self._handed = {
+            (replica.record.name, replica.record.index): replica for replica in replicas
+        }
 
     async def end_handed(self) -> None:
         """End the replicas of `adopt` that `run` has not taken over. Can't be cancelled."""
@@ -71,13 +73,13 @@ class Launcher:
         guard = ParentDeathGuard()  # not attached: this program ends only after the replicas
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as nursery:
-                for each in handed.values():
-                    nursery.start_soon(_end_handed, guard, each)
+                for replica in handed.values():
+                    nursery.start_soon(_end_handed, guard, replica)
 
     def hand_over(self) -> list[HandedReplica]:
         """All running processes, for another program. Raises OSError."""
-        found = [replica.hand_over() for replica in self._replicas.values()]
-        return [each for each in found if each is not None]
+        handed = [replica.hand_over() for replica in self._replicas.values()]
+        return [replica for replica in handed if replica is not None]
 
     def release(self, pids: Collection[int]) -> None:
         """Another program has these processes: `run` does not end them when it ends."""

@@ -164,7 +164,7 @@ class AggregateView:
 
     def pool_stats(self) -> dict[str, Mapping[str, object]]:
         """The summed statistics of the prefill and the decode pool's policies, by role."""
-        tables = [self.pool_policies.stats(), *(each.pool_policies for each in self._all_stats())]
+        tables = [self.pool_policies.stats(), *(stats.pool_policies for stats in self._all_stats())]
         roles = dict.fromkeys(role for table in tables for role in table)
         return {role: sum_stats(table[role] for table in tables if role in table) for role in roles}
 

@@ -338,13 +338,13 @@ class DataPlaneProcess:
     async def _send_reports(self) -> None:
         stats_at = trio.current_time()
         while True:
-            at = trio.current_time() + SEND_METRICS_SECS
-            await trio.sleep_until(at)
-            self._max_lag_secs = max(self._max_lag_secs, trio.current_time() - at)
+            due = trio.current_time() + SEND_METRICS_SECS
+            await trio.sleep_until(due)
+            self._max_lag_secs = max(self._max_lag_secs, trio.current_time() - due)
             if self._channel.waiting_bytes > MAX_UNSENT_BYTES:
                 continue
-            if at >= stats_at:
-                stats_at = at + SEND_STATS_SECS
+            if due >= stats_at:
+                stats_at = due + SEND_STATS_SECS
                 self._send_stats()
             else:
                 self._send_metrics()

@@ -203,18 +203,18 @@ class ProcessManager:
         known, and the caller then calls all workers."""
         self._last_abort += 1
         number = self._last_abort
-        found = self._aborts[number] = list[AbortFindings]()
+        parts = self._aborts[number] = list[AbortFindings]()
         handles = [handle for handle in self.handles if handle.ready]
         try:
             with trio.move_on_after(ABORT_SECS) as deadline:
                 for handle in handles:
                     handle.send(AbortCommand(number, target))
-                found.append(await self.dataplane.abort(target))
+                parts.append(await self.dataplane.abort(target))
                 for handle in handles:
                     await handle.wait_acknowledged(handle.sent)
         finally:
             del self._aborts[number]
-        findings = merged(found)
+        findings = merged(parts)
         return replace(findings, known=()) if deadline.cancelled_caught else findings
 
     def take_kv_changes(self, holder: str, changes: PackedChanges) -> None:

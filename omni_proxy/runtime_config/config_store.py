@@ -96,7 +96,7 @@ def _read_bytes(path: Path) -> bytes:
 def _similar_file(path: Path) -> str:
     """A suggestion of a file in the folder with a similar name; "" if there is none."""
     try:
-        names = [each.name for each in path.parent.iterdir() if each.suffix == ".toml"]
+        names = [sibling.name for sibling in path.parent.iterdir() if sibling.suffix == ".toml"]
     except OSError:
         return ""
     return did_you_mean(path.name, names)
@@ -389,7 +389,7 @@ class ConfigStore:
                 self._subscribers[callback] = new
 
     def _warn_of_unnamed(self, desired: Iterable[WorkerSpec]) -> None:
-        before, self._unnamed = self._unnamed, {each.url for each in unnamed_workers(desired)}
+        before, self._unnamed = self._unnamed, {worker.url for worker in unnamed_workers(desired)}
         new = sorted(self._unnamed - before)
         if new:
             _log.warning(
@@ -445,10 +445,10 @@ class ConfigStore:
         not a reload and must not clear the record of a refused one."""
         self.reloads[outcome, source] += 1
         if not keep:
-            at = datetime.now(UTC).isoformat()
+            now = datetime.now(UTC).isoformat()
             self.last_reload = {
                 "outcome": outcome,
                 "source": source,
                 "diff": changes or {},
-                "at": at,
+                "at": now,
             }

@@ -29,10 +29,10 @@ def file_signature(path: str | os.PathLike[str]) -> FileSignature | None:
     Links are followed.
     """
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def file_signatures(paths: Iterable[str]) -> FileSignatures:

@@ -146,15 +146,15 @@ class _Ring:
         newest = int(at // self._step)
         values = self._columns[column]
         running = self._now.values()[column] if self._now.samples else nan
-        found = []
+        points = []
         for slot in range(newest - POINTS + 1, newest + 1):
             value = nan
             if slot == self.slot:
                 value = running
             elif self.slot - POINTS < slot < self.slot:
                 value = values[slot % POINTS]
-            found.append(None if isnan(value) else float(f"{value:.4g}"))
-        return found
+            points.append(None if isnan(value) else float(f"{value:.4g}"))
+        return points
 
     def mean(self, name: str, at: float, points: int) -> float | None:
         column = self._columns[SERIES.index(name)]

@@ -96,10 +96,10 @@ class LineLog:
                 limiter=self._thread, abandon_on_cancel=True,
             )  # fmt: skip
             self._torn = ""
-        except _PartialWrite as broken:
+        except _PartialWrite as error:
             self._torn = target
-            self.failed += lines - broken.lines
-            self._report_failure(target, broken)
+            self.failed += lines - error.lines
+            self._report_failure(target, error)
         except (OSError, ValueError) as error:  # ValueError: stdout was closed
             self.failed += lines
             self._report_failure(target, error)

@@ -241,8 +241,8 @@ class Metrics:
         times, started = self.legs["prefill"], exchange.started_at
         head_at, ended = exchange.response_head_at, exchange.ended_at
         index = bucket_of(FINE, head_at - started)
-        at = COARSE[index] if head_at == ended else bucket_of(DURATION, ended - started)
-        times.counts[at] += 1
+        duration_index = COARSE[index] if head_at == ended else bucket_of(DURATION, ended - started)
+        times.counts[duration_index] += 1
         times.sum += ended - started
         sums = self._recent.sums
         try:

@@ -281,12 +281,12 @@ def _tokens(series: SeriesRows) -> Iterator[Metric]:
 def _cached_tokens(metrics: Metrics) -> Iterator[Metric]:
     """Counts only responses that report their cached tokens, so that the two are comparable."""
     counts = [(worker.url, *counts) for worker, counts in metrics.cached_tokens.items()]
-    for at, kind, text in (
+    for column, kind, text in (
         (1, "predicted", "Prompt tokens that were predicted to be cached at a worker"),
         (2, "reported", "Prompt tokens that a worker reported as cached in its responses"),
         (2, "told", "Old name of omni_proxy_worker_cache_reported_tokens_total"),  # for one release
     ):
-        rows = (((row[0],), int(row[at])) for row in counts)
+        rows = (((row[0],), int(row[column])) for row in counts)
         yield from counters(f"worker_cache_{kind}_tokens", text, ("worker",), rows)
 
 

@@ -61,7 +61,7 @@ def aborted_reply(request: AbortedRequest) -> HttpError:
 
 def _generate(request: AbortedRequest) -> object:
     """SGLang: one object, or a list of them for a batch."""
-    outputs = [_generated(each) for each in request.ids or (request.request_id,)]
+    outputs = [_generated(generation_id) for generation_id in request.ids or (request.request_id,)]
     return outputs if len(outputs) > 1 else outputs[0]
 
 
@@ -138,8 +138,8 @@ def _response(request: AbortedRequest) -> Fields:
 
 def _plain_events(request: AbortedRequest) -> Iterator[bytes]:
     output = _SHAPES[request.path](request)
-    for each in output if isinstance(output, list) else (output,):
-        yield b"data: %b\n\n" % to_json(each)
+    for event in output if isinstance(output, list) else (output,):
+        yield b"data: %b\n\n" % to_json(event)
     yield DONE
 
 

@@ -69,10 +69,10 @@ class ChunkedBody:
                 raise _bad("a trailer line is not a valid field")
             self.is_complete = not line
             return True
-        found = _SIZE.match(line)
-        if not found:
+        match = _SIZE.match(line)
+        if not match:
             raise _bad("a chunk size is not a plain hexadecimal number")
-        size = int(found[1], 16)
+        size = int(match[1], 16)
         self._read += size
         if self._read > self._limit:
             raise HttpError(413, "payload too large", "payload_too_large", close=True)

@@ -52,14 +52,14 @@ class ForwardedHeaders:
 
     def prepare(self, head: RequestHead, *, secure: bool) -> None:
         """Write the constant part into `head`."""
-        named = (field_value(head.lines, name) for name in self.id_sources)
-        head.request_id = next(filter(None, named), head.request_id)
+        ids = (field_value(head.lines, name) for name in self.id_sources)
+        head.request_id = next(filter(None, ids), head.request_id)
         if self.id_name:
             head.request_id = field_value(head.lines, self.id_name) or head.request_id
         if self.forwarded == "off":
             return
         if self.forwarded == "replace":
-            claims = {found[0].lower() for found in _CLAIMS.finditer(head.lines)}
+            claims = {match[0].lower() for match in _CLAIMS.finditer(head.lines)}
             if claims:
                 head.lines = drop_fields(head.lines, frozenset(claims))
         if not field_value(head.lines, _PROTO):
@@ -88,13 +88,13 @@ class ForwardedHeaders:
 def field_value(lines: bytes, name: bytes) -> bytes:
     """The value of a field in the lines of a head, or empty; `name` is lower-case."""
     lowered, field = lines.lower(), b"\r\n%b:" % name
-    at = lowered.find(field)
-    while at >= 0:
-        begin = at + len(field)
+    start = lowered.find(field)
+    while start >= 0:
+        begin = start + len(field)
         value = lines[begin:].partition(b"\r\n")[0].strip(b" \t")
         if value:
             return value
-        at = lowered.find(field, begin)
+        start = lowered.find(field, begin)
     return b""
 
 

@@ -80,8 +80,8 @@ def split_load_field(head: bytes) -> tuple[bytes, bytes]:
 def find_load_field(head: bytes) -> tuple[bytes, bytes]:
     """As `split_load_field`, with any spelling. If the field is repeated, all are removed and the
     first value is returned."""
-    found = _ANY_CASE.search(head)
-    return (_ANY_CASE.sub(b"", head), found[1]) if found is not None else (head, b"")
+    match = _ANY_CASE.search(head)
+    return (_ANY_CASE.sub(b"", head), match[1]) if match is not None else (head, b"")
 
 
 class _NamedMetrics(msgspec.Struct, frozen=True):
@@ -108,19 +108,19 @@ def load_of_header(value: bytes) -> LoadReport:
         if form.upper() != b"JSON":
             return NO_REPORT
     try:
-        named = _decode(text).named_metrics
+        metrics = _decode(text).named_metrics
     except MALFORMED:
         return NO_REPORT
-    return _report(named.num_requests_waiting, named.kv_cache_usage_perc)
+    return _report(metrics.num_requests_waiting, metrics.kv_cache_usage_perc)
 
 
 def _load_of_text(text: str) -> LoadReport:
     """`named_metrics.num_requests_waiting=0.0, named_metrics.kv_cache_usage_perc=0.5`."""
-    named: dict[str, float | None] = {}
+    metrics: dict[str, float | None] = {}
     for part in text.split(","):
         name, _, value = part.strip().removeprefix(_TEXT_PREFIX).partition("=")
-        named[name] = _number(value)
-    return _report(named.get(WAITING), named.get(KV_USAGE))
+        metrics[name] = _number(value)
+    return _report(metrics.get(WAITING), metrics.get(KV_USAGE))
 
 
 def loads_of_metrics(text: bytes) -> dict[int, LoadReport]:
@@ -155,8 +155,8 @@ def add_loads(loads: dict[int, LoadReport], more: Mapping[int, LoadReport]) -> N
 
 
 def _larger(one: LoadReport, other: LoadReport) -> LoadReport:
-    waiting = [each for each in (one.waiting, other.waiting) if each is not None]
-    usage = [each for each in (one.kv_usage, other.kv_usage) if each is not None]
+    waiting = [value for value in (one.waiting, other.waiting) if value is not None]
+    usage = [value for value in (one.kv_usage, other.kv_usage) if value is not None]
     return LoadReport(max(waiting, default=None), max(usage, default=None))
 
 
@@ -180,8 +180,8 @@ def loads_of_records(body: object) -> dict[int, LoadReport]:
 
 def total_load(loads: Mapping[int, LoadReport]) -> LoadReport:
     """The load of several engines behind one URL: the sum of `waiting`, the mean of `kv_usage`."""
-    waiting = [each.waiting for each in loads.values() if each.waiting is not None]
-    usage = [each.kv_usage for each in loads.values() if each.kv_usage is not None]
+    waiting = [load.waiting for load in loads.values() if load.waiting is not None]
+    usage = [load.kv_usage for load in loads.values() if load.kv_usage is not None]
     return LoadReport(sum(waiting) if waiting else None, sum(usage) / len(usage) if usage else None)
 
 

@@ -59,17 +59,17 @@ def _read_v1(data: bytes) -> ProxyHeader | None:
     line = data[:end]
     if _UNKNOWN.match(line):
         return ProxyHeader(end + 2, "")
-    found = _LINE.match(line)
-    if found is None:
+    match = _LINE.match(line)
+    if match is None:
         raise ProxyHeaderError("the version 1 line is malformed")
-    kind = IPv4Address if found[1] == b"TCP4" else IPv6Address
+    kind = IPv4Address if match[1] == b"TCP4" else IPv6Address
     try:
-        source, _ = (kind(text.decode()) for text in found.group(2, 3))
+        source, _ = (kind(text.decode()) for text in match.group(2, 3))
     except AddressValueError as error:
         raise ProxyHeaderError(str(error)) from None
-    if max(int(found[4]), int(found[5])) > MAX_PORT:
+    if max(int(match[4]), int(match[5])) > MAX_PORT:
         raise ProxyHeaderError(f"port above {MAX_PORT}")
-    return ProxyHeader(end + 2, _format_address(source, int(found[4])))
+    return ProxyHeader(end + 2, _format_address(source, int(match[4])))
 
 
 def _read_v2(data: bytes) -> ProxyHeader | None:

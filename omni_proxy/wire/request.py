@@ -91,10 +91,10 @@ def skip_empty_lines(buffer: bytes) -> bytes:
     """`buffer` without the empty lines before a request (RFC 9112 2.2)."""
     if buffer[:2] != b"\r\n":
         return buffer
-    at = 2
-    while buffer.startswith(b"\r\n", at):
-        at += 2
-    return buffer[at:]
+    start = 2
+    while buffer.startswith(b"\r\n", start):
+        start += 2
+    return buffer[start:]
 
 
 def find_head_end(buffer: bytes | bytearray, searched: int = 0) -> int:
@@ -196,14 +196,14 @@ def _split(head: bytes) -> tuple[bytes, _Fields]:
     """The client's header lines that are forwarded, and every field that is read."""
     kept: list[bytes] = []
     fields: _Fields = {}
-    at = head.index(b"\r\n")  # without the request line, which the caller writes
-    for found in _OURS.finditer(head, at):
-        ours, passed, value = found.groups()
+    start = head.index(b"\r\n")  # without the request line, which the caller writes
+    for match in _OURS.finditer(head, start):
+        ours, passed, value = match.groups()
         fields.setdefault((ours or passed).lower(), []).append(value.rstrip(b" \t"))
         if ours is not None:
-            kept.append(head[at : found.start()])
-            at = found.end()
-    kept.append(head[at:-2])
+            kept.append(head[start : match.start()])
+            start = match.end()
+    kept.append(head[start:-2])
     return b"".join(kept)[2:], fields
 
 
@@ -312,10 +312,10 @@ def drop_field(lines: bytes, name: bytes) -> bytes:
     """As `drop_fields`, for one lower-case name and lines that begin with a request line and have
     no blanks around field names."""
     field = b"\r\n%b:" % name
-    at = lines.lower().find(field)
-    while at >= 0:
-        lines = lines[:at] + lines[lines.index(b"\r\n", at + 2) :]
-        at = lines.lower().find(field, at)
+    start = lines.lower().find(field)
+    while start >= 0:
+        lines = lines[:start] + lines[lines.index(b"\r\n", start + 2) :]
+        start = lines.lower().find(field, start)
     return lines
 
 

@@ -116,15 +116,15 @@ class UpstreamResponse:
 
     def _clean(self, head: bytes) -> None:
         kept: list[bytes] = []
-        at = 0
+        start = 0
         length = -1
         codings: list[bytes] = []
         connection: list[bytes] = []
-        for found in _OURS.finditer(head):
-            ours, read, value = found.groups()
+        for match in _OURS.finditer(head):
+            ours, read, value = match.groups()
             if ours is not None:
-                kept.append(head[at : found.start()])
-                at = found.end()
+                kept.append(head[start : match.start()])
+                start = match.end()
                 name = ours.lower()
                 if name == b"transfer-encoding":
                     codings.append(value.strip().lower())
@@ -136,7 +136,7 @@ class UpstreamResponse:
                     raise UpstreamProtocolError("the content-length is too large")
             else:
                 self.sse = value[:17].lower() == b"text/event-stream"
-        kept.append(head[at:-2])
+        kept.append(head[start:-2])
         lines = b"HTTP/1.1" + b"".join(kept)[8:]  # a worker may use HTTP/1.0
         nominated = connection_options(connection)
         self.keep_alive = is_persistent(nominated, http_1_0=head.startswith(b"HTTP/1.0"))
@@ -230,8 +230,8 @@ def _ends_with_chunk(piece: bytes) -> bool:
 
     It may begin inside a chunk, so parsing starts at the first line that begins a valid chunk.
     """
-    for found in _CHUNK_SIZE.finditer(piece):
-        ended = _ends_after_chunks(piece, found)
+    for match in _CHUNK_SIZE.finditer(piece):
+        ended = _ends_after_chunks(piece, match)
         if ended is not None:
             return ended
     return False
@@ -240,14 +240,14 @@ def _ends_with_chunk(piece: bytes) -> bool:
 def _ends_after_chunks(piece: bytes, size: re.Match[bytes]) -> bool | None:
     """Whether the piece ends after a chunk, parsed from a size line; None if no chunk begins
     there."""
-    at: re.Match[bytes] | None = size
-    while at is not None:
-        end = at.end() + int(at[1], 16)
+    match: re.Match[bytes] | None = size
+    while match is not None:
+        end = match.end() + int(match[1], 16)
         if piece[end : end + 2] != b"\r\n":
-            return False if at is not size or end + 2 > len(piece) else None
+            return False if match is not size or end + 2 > len(piece) else None
         if end + 2 == len(piece):
             return True
-        at = _CHUNK_SIZE.match(piece, end + 2)
+        match = _CHUNK_SIZE.match(piece, end + 2)
     return False
 
 

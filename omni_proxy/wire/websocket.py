@@ -86,7 +86,7 @@ def parse_handshake_response(raw: bytes, key: bytes) -> int:
 
 
 def _fields(raw: bytes) -> dict[bytes, bytes]:
-    return {found[1].lower(): found[2].rstrip(b" \t") for found in _FIELD.finditer(raw)}
+    return {match[1].lower(): match[2].rstrip(b" \t") for match in _FIELD.finditer(raw)}
 
 
 class WebSocketFrames:

@@ -99,8 +99,8 @@ class KeyCheck:
         """The holder of the current request's key; None without a valid one."""
         if "key_holder" not in g:
             g.key_holder = self._find(_bearer(request))
-        found: KeyHolder | None = g.key_holder
-        return found
+        holder: KeyHolder | None = g.key_holder
+        return holder
 
     def holder_name(self) -> str | None:
         holder = self.holder()

@@ -53,10 +53,10 @@ class KeyRoutes:
         try:
             key = read_saved_key(await json_object())
             await change_state(self._config_store, partial(with_key, key), at_once=True)
-        except KeyRefused as refused:
-            raise bad_request(str(refused)) from None
-        except KeyExists as known:
-            raise HttpError(409, str(known), "caller_already_exists") from None
+        except KeyRefused as error:
+            raise bad_request(str(error)) from None
+        except KeyExists as error:
+            raise HttpError(409, str(error), "caller_already_exists") from None
         _log.info("caller_key_added name=%s", key.name)
         return self._done(key.name)
 

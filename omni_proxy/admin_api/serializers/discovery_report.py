@@ -49,14 +49,14 @@ def _row(report: SourceReport, now: datetime) -> dict[str, object]:
 
 def discovered_record(worker: Worker) -> dict[str, object] | None:
     """The source and pod of a discovered worker; None for other workers."""
-    found = worker.discovered
-    if found is None:
+    discovered = worker.discovered
+    if discovered is None:
         return None
     return {
-        "source": found.source,
-        "uid": found.uid,
-        "namespace": found.namespace or None,
-        "pod": found.pod or None,
+        "source": discovered.source,
+        "uid": discovered.uid,
+        "namespace": discovered.namespace or None,
+        "pod": discovered.pod or None,
     }
 
 
@@ -74,7 +74,11 @@ def discovery_metrics(discovery: DiscoveryView) -> Iterator[Metric]:
     up = of([report.status.state == "synced" for report in reports])
     yield from gauges("discovery_up", text, source, up)
     last_events = [(report.status.name, report.status.last_event_at) for report in reports]
-    ages = [((name,), (now - at).total_seconds()) for name, at in last_events if at is not None]
+    ages = [
+        ((name,), (now - event_at).total_seconds())
+        for name, event_at in last_events
+        if event_at is not None
+    ]
     text = "Time since the last list, event, bookmark or answer of the source"
     yield from gauges("discovery_age_seconds", text, source, ages)
     workers = [

@@ -46,8 +46,8 @@ def _pick_record(target: Worker, reason: str, details: Mapping[str, object]) -> 
 def _picked(target: Worker) -> dict[str, object]:
     """The worker; of a data-parallel rank its worker and the rank's index."""
     worker = target.worker
-    named: dict[str, object] = {"worker_id": worker.id, "url": worker.url}
-    return {**named, "rank": target.index} if isinstance(target, DpRank) else named
+    picked: dict[str, object] = {"worker_id": worker.id, "url": worker.url}
+    return {**picked, "rank": target.index} if isinstance(target, DpRank) else picked
 
 
 def past_record(record: PickRecord, end: FinishedExchange) -> dict[str, object]:
@@ -62,14 +62,14 @@ def past_record(record: PickRecord, end: FinishedExchange) -> dict[str, object]:
         "total": record.total,
         "workers": [
             {
-                "url": each.url,
-                **({"rank": each.rank} if each.rank is not None else {}),
-                "eligible": not each.against,
-                "reasons": [each.against] if each.against else [],
-                "in_flight": each.in_flight,
-                **each.facts,
+                "url": candidate.url,
+                **({"rank": candidate.rank} if candidate.rank is not None else {}),
+                "eligible": not candidate.against,
+                "reasons": [candidate.against] if candidate.against else [],
+                "in_flight": candidate.in_flight,
+                **candidate.facts,
             }
-            for each in record.candidates
+            for candidate in record.candidates
         ],
     }
 

@@ -147,7 +147,9 @@ class Snapshots:
             "half_open": machine.is_half_open,
             "trial": machine.is_half_open,  # the old name of half_open, for one release
             "held_by": sorted(worker.cordon_reasons),
-            "held_since": {name: _iso(at) for name, at in instruments.holds.of(worker).items()},
+            "held_since": {
+                name: _iso(since) for name, since in instruments.holds.of(worker).items()
+            },
             "why": reason_of(worker),
             "overloaded": self._services.workers.fleet.loads.reason(worker) or None,
             "since": machine.since.isoformat(),
@@ -185,8 +187,8 @@ class Snapshots:
 def _with_slowness(rows: list[dict[str, object]], at: float) -> list[dict[str, object]]:
     slow = slow_workers(rows, at)
     for row in rows:
-        found = slow.get(str(row["id"]))
-        row["slow"] = found._asdict() if found is not None else None
+        slowness = slow.get(str(row["id"]))
+        row["slow"] = slowness._asdict() if slowness is not None else None
     return rows
 
 

@@ -66,20 +66,22 @@ def key_metrics(keys: KeyServices, config: Config) -> Iterator[Metric]:
     counts = [(name, usage.get(name, {})) for name in names]
 
     def of(what: str) -> list[tuple[tuple[str], float]]:
-        return [((name,), each.get(what, 0)) for name, each in counts]
+        return [((name,), of_key.get(what, 0)) for name, of_key in counts]
 
     yield from gauges(
         "key_requests_in_flight", "Model requests in flight of a caller", ("key",), of("in_flight")
     )
     yield from counters("key_requests", "Requests of a caller", ("key",), of("requests"))
     tokens = [
-        ((name, kind), each.get(cell, 0)) for name, each in counts for kind, cell in _TOKENS.items()
+        ((name, kind), of_key.get(cell, 0))
+        for name, of_key in counts
+        for kind, cell in _TOKENS.items()
     ]
     text = "Tokens of a caller, estimated if responses report none"
     yield from counters("key_tokens", text, ("key", "kind"), tokens)
     refused: list[tuple[tuple[str, str], float]] = [
-        ((name, reason), each.get(f"refused_{reason}", 0))
-        for name, each in counts
+        ((name, reason), of_key.get(f"refused_{reason}", 0))
+        for name, of_key in counts
         for reason in REASONS
     ]
     refused.append(((UNKNOWN, UNKNOWN_REASON), refused_without_key(keys)))

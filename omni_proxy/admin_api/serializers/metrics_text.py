@@ -99,8 +99,8 @@ def _config(services: Services) -> Iterator[Metric]:
     well = last.get("outcome") != "refused" and "incomplete" not in last
     text = "0 if the last reload was refused, or was not applied completely"
     yield one("config_last_reload_successful", text, well)
-    at = datetime.fromisoformat(last["at"]).timestamp() if "at" in last else 0
-    yield one("config_last_reload_timestamp_seconds", "Time of the last reload", at)
+    reloaded_at = datetime.fromisoformat(last["at"]).timestamp() if "at" in last else 0
+    yield one("config_last_reload_timestamp_seconds", "Time of the last reload", reloaded_at)
     yield one(
         "state_saved", "0 while the state file can't be written", not config_store.state_error
     )

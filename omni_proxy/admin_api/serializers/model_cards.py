@@ -27,14 +27,14 @@ def with_own_cards(
         for card in _adapter_cards(worker, created)
         if card["id"] not in listed
     }
-    found = [*cards, *adapters.values()]
+    served = [*cards, *adapters.values()]
     aliases = [
-        _alias_card(split, found, created)
+        _alias_card(split, served, created)
         for split in splits.values()
         if _is_served(split, workers)
     ]
     names = {card["id"] for card in aliases}
-    return [*(card for card in found if _id_of(card) not in names), *aliases]
+    return [*(card for card in served if _id_of(card) not in names), *aliases]
 
 
 def _id_of(card: Card) -> str | None:
@@ -50,8 +50,10 @@ def _adapter_cards(worker: Worker, created: int) -> Iterable[Card]:
 
 
 def _is_served(split: Split, workers: Sequence[Worker]) -> bool:
-    named = any(worker.model for worker in workers)
-    return any(not named or worker.serves(model) for model in split.models for worker in workers)
+    any_named = any(worker.model for worker in workers)
+    return any(
+        not any_named or worker.serves(model) for model in split.models for worker in workers
+    )
 
 
 def _alias_card(split: Split, cards: Sequence[Card], created: int) -> Card:
@@ -62,8 +64,9 @@ def _alias_card(split: Split, cards: Sequence[Card], created: int) -> Card:
     card = _card(split.name, created, root=root, parent=None)
     lengths = [
         length
-        for each in cards
-        if _id_of(each) in weights and isinstance(length := each.get("max_model_len"), int)
+        for target_card in cards
+        if _id_of(target_card) in weights
+        and isinstance(length := target_card.get("max_model_len"), int)
     ]
     return card | {"max_model_len": min(lengths)} if lengths else card
 

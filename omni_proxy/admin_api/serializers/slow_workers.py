@@ -40,7 +40,7 @@ def slow_workers(rows: Sequence[Row], at: float) -> dict[str, Slowness]:
     firsts = _others_median_ms(rows, lambda row: (row.get("model"), row.get("first_p50_ms")))
     # A prefill worker streams nothing to clients: its legs are not comparable with others.
     gaps = _others_median_ms(rows, lambda row: ((row.get("model"), row.get("role")), _gap(row)))
-    found = {}
+    slow = {}
     for row in rows:
         name, reasons, times = row["id"], [], 0.0
         own, median = row.get("first_p50_ms") or 0.0, firsts.get(name)
@@ -53,8 +53,8 @@ def slow_workers(rows: Sequence[Row], at: float) -> dict[str, Slowness]:
             reasons.append(f"{_millis(own)} between two chunks, the others' {_millis(median)}")
         if reasons:
             text = "; ".join((*reasons, *_causes(row, rows, at)))
-            found[name] = Slowness(round(times, 1), text)
-    return found
+            slow[name] = Slowness(round(times, 1), text)
+    return slow
 
 
 def _gap(row: Row) -> Any:
@@ -102,34 +102,34 @@ def _causes(row: Row, rows: Sequence[Row], at: float) -> Iterator[str]:
     """Likely causes: its engine's load report, and how its requests differ from the others'."""
     load = row.get("engine_load") or {}
     others = [
-        each
-        for each in rows
-        if each is not row
-        and each.get("routable")
-        and not each.get("paused")
-        and each.get("model") == row.get("model")
+        other
+        for other in rows
+        if other is not row
+        and other.get("routable")
+        and not other.get("paused")
+        and other.get("model") == row.get("model")
     ]
-    found = False
+    explained = False
     if load.get("waiting"):
-        found = True
+        explained = True
         yield f"{load['waiting']:g} wait in its engine"
     if (load.get("kv_usage") or 0.0) >= FULL_KV:
-        found = True
+        explained = True
         yield f"its KV cache is {load['kv_usage']:.0%} full"
     present = _present_secs(row, at)
-    beside = [each for each in others if abs(_present_secs(each, at) - present) <= SAME_SECS]
-    median = _median(_rate(each) for each in beside) * row.get("weight", 1) if beside else 0.0
+    beside = [other for other in others if abs(_present_secs(other, at) - present) <= SAME_SECS]
+    median = _median(_rate(other) for other in beside) * row.get("weight", 1) if beside else 0.0
     if beside and _rate(row) * row.get("weight", 1) > MORE_REQUESTS * median:
-        found = True
+        explained = True
         yield f"it gets {_all(row):.1f} requests/s, the others {median:.1f}"
     own = _cached(row)
-    cached = [share for each in others if (share := _cached(each)) is not None]
+    cached = [share for other in others if (share := _cached(other)) is not None]
     if own is not None and cached and own < _median(cached) - FEWER_CACHED:
-        found = True
+        explained = True
         yield f"{own:.0%} of its prompts are cached, of the others' {_median(cached):.0%}"
-    if not found and beside:
+    if not explained and beside:
         yield "it gets no more requests than they do, so its machine or engine is slow"
-    elif not found and others:
+    elif not explained and others:
         yield "their requests can't be compared yet: they have not served for as long"
 
 

@@ -186,13 +186,13 @@ def config_of(arguments: argparse.Namespace) -> tuple[Config | None, str]:
         return None, ""
     try:
         return read_file(file), ""
-    except ConfigError as refusal:
-        first, *more = str(refusal).splitlines()
+    except ConfigError as error:
+        first, *more = str(error).splitlines()
         count = f" (and {len(more)} more: omni-proxy check {file})" if more else ""
         try:
-            return salvage_config(file.read_bytes(), refusal), f"{first}{count}"
+            return salvage_config(file.read_bytes(), error), f"{first}{count}"
         except (OSError, ConfigError):
-            message = f"{refusal}\nfix it, or pass the running proxy's address with --url URL"
+            message = f"{error}\nfix it, or pass the running proxy's address with --url URL"
             raise AdminClientError(message) from None
 
 
@@ -251,8 +251,8 @@ class AdminClient:
             )
         except (httpx.InvalidURL, ValueError) as error:
             raise AdminClientError(f"{target.url} is not a URL: {error}; {_WHERE}") from None
-        except ClientCertError as fault:
-            raise AdminClientError(str(fault)) from None
+        except ClientCertError as error:
+            raise AdminClientError(str(error)) from None
 
     def __enter__(self) -> Self:
         return self

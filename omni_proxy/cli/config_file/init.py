@@ -85,8 +85,8 @@ def main(argv: Sequence[str]) -> int:
         if arguments.schema:
             _write(file.parent / SCHEMA_FILE, schema_text())
         _write(file, text)
-    except ConfigError as refusal:
-        return _refuse(str(refusal))
+    except ConfigError as error:
+        return _refuse(str(error))
     except EOFError:
         return _refuse("no answer; nothing is written")
     except OSError as error:
@@ -115,9 +115,9 @@ def choose(arguments: argparse.Namespace, ask: Ask | None) -> Choices:
     ):
         if name == "admin_key_env" and not is_local(choices.host):
             choices = replace(choices, admin_key_env=KEY_VARIABLE)
-        given = getattr(arguments, name)
-        if given is not None:
-            value = " ".join(given) if name == "worker_urls" else str(given)
+        flag_value = getattr(arguments, name)
+        if flag_value is not None:
+            value = " ".join(flag_value) if name == "worker_urls" else str(flag_value)
             choices = replace(choices, **{name: value})
         elif ask is not None and (name != "admin_key_env" or not is_local(choices.host)):
             choices = _answered(choices, name, question, ask)
@@ -136,8 +136,8 @@ def _answered(choices: Choices, name: str, question: str, ask: Ask) -> Choices:
         answered = replace(choices, **{name: "" if none else answer})
         try:
             check(render(answered), "")
-        except ConfigError as refusal:
-            problem = refusal.problems[0]
+        except ConfigError as error:
+            problem = error.problems[0]
             hint = f"; {problem.hint}" if problem.hint else ""
             print(f"  {problem.reason}{hint}", file=sys.stderr)
             continue

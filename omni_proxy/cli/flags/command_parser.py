@@ -70,9 +70,9 @@ class CommandParser(argparse.ArgumentParser):
         formatter.add_usage(self.usage, places, [])
         line = " ".join(formatter.format_help().split())
         flags = len(places) + 1 < len(self._actions) and self.usage is None
-        named = f"usage: {self.prog}"
+        prefix = f"usage: {self.prog}"
         more = f" ({self.prog} --help)" if self.add_help else ""
-        return f"{named}{' [FLAGS]' if flags else ''}{line.removeprefix(named)}{more}\n"
+        return f"{prefix}{' [FLAGS]' if flags else ''}{line.removeprefix(prefix)}{more}\n"
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:

@@ -301,14 +301,14 @@ def add_mapped_flags(parser: argparse.ArgumentParser, prefix: str) -> None:
 
 def overrides(arguments: argparse.Namespace) -> dict[str, object]:
     """The configuration keys set by flags; a switch wins over a value for the same key."""
-    given = vars(arguments).items()
+    values = vars(arguments).items()
     joined = {
-        name.removeprefix(_JOINED): str(value) for name, value in given if name.startswith(_JOINED)
+        name.removeprefix(_JOINED): str(value) for name, value in values if name.startswith(_JOINED)
     }
     switched = {
-        name.removeprefix(_SWITCHED): value for name, value in given if name.startswith(_SWITCHED)
+        name.removeprefix(_SWITCHED): value for name, value in values if name.startswith(_SWITCHED)
     }
-    return {name: value for name, value in given if _is_key(name)} | _joined(joined) | switched
+    return {name: value for name, value in values if _is_key(name)} | _joined(joined) | switched
 
 
 def _is_key(name: str) -> bool:

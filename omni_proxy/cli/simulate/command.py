@@ -77,12 +77,12 @@ def main(argv: Sequence[str]) -> int:
     except (_InputError, TraceError, CalibrationError) as error:
         print(f"omni-proxy simulate: {printable(error)}", file=sys.stderr)
         return EXIT_USAGE_ERROR
-    except ConfigError as refusal:
-        print(refusal, file=sys.stderr)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
         return EXIT_USAGE_ERROR
     if arguments.json:
-        found = as_json(plan.seed, len(plan.workers), facts, runs)
-        print(json.dumps({**found, "wall_secs": round(wall_secs, 3)}, indent=2))
+        result = as_json(plan.seed, len(plan.workers), facts, runs)
+        print(json.dumps({**result, "wall_secs": round(wall_secs, 3)}, indent=2))
         return 0
     print("\n".join(_heading(facts, len(plan.workers), wall_secs)))
     head, rows = table(runs)
@@ -109,8 +109,8 @@ def _plan(arguments: argparse.Namespace, spec: EngineSpec) -> _Plan:
             runs.append((policy, settings, _with(tables, file, policy, settings)))
     workers = _workers(arguments, config)
     faults = [_fault(text, len(workers)) for text in arguments.fault]
-    if any(each.kind == "lose_events" for each in faults) and not any(
-        reads_events(each.routing) for _, _, each in runs
+    if any(fault.kind == "lose_events" for fault in faults) and not any(
+        reads_events(simulated.routing) for _, _, simulated in runs
     ):
         raise _InputError(
             "--fault lose_events has no effect: no run reads KV events; "
@@ -121,7 +121,7 @@ def _plan(arguments: argparse.Namespace, spec: EngineSpec) -> _Plan:
 
 
 def _run(plan: _Plan) -> tuple[Facts, list[Run]]:
-    found: list[Run] = []
+    results: list[Run] = []
     facts: Facts | None = None
     for number, (policy, settings, config) in enumerate(plan.runs, 1):
         _progress(f"{number} of {len(plan.runs)}: {policy}")
@@ -129,10 +129,10 @@ def _run(plan: _Plan) -> tuple[Facts, list[Run]]:
         simulation = Simulation(config, scenario)
         simulation.run()
         facts = facts or simulation.facts.facts()
-        found.append(summarize(policy, settings, simulation, plan.deadline_ms))
+        results.append(summarize(policy, settings, simulation, plan.deadline_ms))
     _progress("")
     assert facts is not None
-    return facts, found
+    return facts, results
 
 
 def _progress(text: str) -> None:
@@ -180,12 +180,12 @@ def _engine_spec(arguments: argparse.Namespace) -> EngineSpec:
     if arguments.calibrate:
         base = measure(arguments.calibrate, _progress)
         _progress("")
-    given = {
+    from_flags = {
         name: value
         for name in EngineSpec.__slots__
         if (value := getattr(arguments, name)) is not None
     }
-    return EngineSpec(**({name: getattr(base, name) for name in EngineSpec.__slots__} | given))
+    return EngineSpec(**({name: getattr(base, name) for name in EngineSpec.__slots__} | from_flags))
 
 
 def _as_flags(spec: EngineSpec) -> str:
@@ -266,14 +266,14 @@ def _value(text: str) -> object:
 
 def _workers(arguments: argparse.Namespace, config: Config) -> list[WorkerSpec]:
     """Raises _InputError."""
-    named = list(desired_workers(config, (), SavedState()))
-    for worker in named:
+    configured = list(desired_workers(config, (), SavedState()))
+    for worker in configured:
         if worker.role not in ("", "regular") or worker.ranks != 1:
             raise _InputError(
                 f"{worker.url}: roles and ranks of workers are not simulated; give --workers N"
             )
     if arguments.workers is None:
-        return named or [simulated_worker(place) for place in range(WORKERS)]
+        return configured or [simulated_worker(place) for place in range(WORKERS)]
     return [simulated_worker(place) for place in range(arguments.workers)]
 
 

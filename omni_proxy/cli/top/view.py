@@ -176,7 +176,7 @@ class TopView:
         for word in re.finditer(r"\S+", self.title):
             name = word[0].rstrip("▼▲")
             if word.start() <= column < word.end():
-                return next((at for at, order in enumerate(ORDERS) if order[0] == name), None)
+                return next((index for index, order in enumerate(ORDERS) if order[0] == name), None)
         return None
 
     def _sort_by(self, order: int) -> None:

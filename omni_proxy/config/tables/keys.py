@@ -105,9 +105,9 @@ def source_findings(
     first: dict[tuple[str, str], Path] = {}
     for index, entry in enumerate(entries):
         place: Path = (*path, index)
-        given = [name for name in SOURCES if entry.get(name)]
-        if len(given) != 1:
-            yield place, f"needs exactly one of {', '.join(SOURCES)}, has {len(given)}", ""
+        sources = [name for name in SOURCES if entry.get(name)]
+        if len(sources) != 1:
+            yield place, f"needs exactly one of {', '.join(SOURCES)}, has {len(sources)}", ""
         for name in ("name", "key_sha256"):
             value = entry.get(name)
             if not value:

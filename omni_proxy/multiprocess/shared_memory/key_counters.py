@@ -91,8 +91,8 @@ class KeyCounters:
         """Reset a slot, before it is assigned to another name."""
         for index in self._indexes():
             cells = self._cells(index, slot)
-            for at in range(SLOT_CELLS):
-                cells[at] = 0
+            for cell in range(SLOT_CELLS):
+                cells[cell] = 0
 
     def drop_in_flight(self, index: int, slots: Iterable[int]) -> None:
         """Clear the in-flight counts of a process that exited. It writes to the file, because a

@@ -122,13 +122,13 @@ def read_trees(
     except MALFORMED as error:
         raise UnreadableTree(str(error)) from None
     trees: dict[Role, PrefixTree[Worker]] = {}
-    at = 0
+    offset = 0
     for record in records:
         names = [holders.get(url) for url in record.holders]
-        columns = decode_tree(data[at : at + record.size], record.nodes, names)
+        columns = decode_tree(data[offset : offset + record.size], record.nodes, names)
         tree = trees[record.role] = PrefixTree(MAX_BYTES)
         restore_tree(tree, columns, go_on)
-        at += record.size
+        offset += record.size
     return trees
 
 
@@ -171,13 +171,13 @@ def decode_tree(data: bytes, nodes: int, names: Sequence[Holder | None]) -> Tree
     if ends[-1] > len(data):
         raise UnreadableTree(f"{len(data)} bytes are too few for {nodes} nodes")
     lengths, parents, newer = (array("I", data[a:b]) for a, b in pairwise(ends[:4]))
-    held = data[ends[3] : ends[4]]
+    mask_bytes = data[ends[3] : ends[4]]
     cuts = list(accumulate(lengths, initial=ends[4]))
     if cuts[-1] != len(data):
         raise UnreadableTree(f"labels end at byte {cuts[-1]} of {len(data)}")
     labels = [data[start:end] for start, end in pairwise(cuts)]
     starts = range(0, nodes * width, width) if width else ()
-    masks = [int.from_bytes(held[start : start + width], "big") for start in starts]
+    masks = [int.from_bytes(mask_bytes[start : start + width], "big") for start in starts]
     return TreeColumns(labels, masks or [0] * nodes, parents, newer, list(names))
 
 

@@ -168,29 +168,29 @@ class SharedSessions:
         """The `limit` sessions that were used last. Reads the whole table: may run in a thread."""
         end = self._buckets * WAYS * SESSION_BYTES
         rows: list[tuple[int, int, str]] = []
-        for at in self._written(end):
-            words = array("Q", os.pread(self._descriptor, min(SLICE_BYTES, end - at), at))
+        for offset in self._written(end):
+            words = array("Q", os.pread(self._descriptor, min(SLICE_BYTES, end - offset), offset))
             for place in range(0, len(words), 2):
                 word = words[place]
                 worker = self._workers.find(word & SERIALS) if word else None
                 if worker is not None:
-                    bucket = (at // SESSION_BYTES + place // 2) // WAYS
+                    bucket = (offset // SESSION_BYTES + place // 2) // WAYS
                     digest = bucket << 40 | word >> SERIAL_BITS
                     rows.append((words[place + 1], digest, worker.url))
         return SharedRows(self._buckets, tuple(nlargest(limit, rows)))
 
     def _written(self, end: int) -> Iterator[int]:
         """Offsets of the slices of the table that have data."""
-        at = 0
+        offset = 0
         while True:
             try:
-                at = os.lseek(self._descriptor, at, os.SEEK_DATA)
+                offset = os.lseek(self._descriptor, offset, os.SEEK_DATA)
             except OSError:
                 return  # nothing was written after it
-            if at >= end:
+            if offset >= end:
                 return
-            yield at
-            at += SLICE_BYTES
+            yield offset
+            offset += SLICE_BYTES
 
     def restore(self, rows: SharedRows, find: Callable[[str], Worker | None]) -> int:
         """Add the sessions of another program; returns their number. A table of another size gets

@@ -46,12 +46,13 @@ def learn_template(
     lines = sample[:-4].split(CRLF)
     stem = blake2b(sample, digest_size=16).hexdigest()  # no head contains its own hash
     marks = {
-        at: b"%b-%d." % (stem.encode(), at)
-        for at in sorted(varying)
-        if name_of(lines[at]) != LENGTH_NAME
+        index: b"%b-%d." % (stem.encode(), index)
+        for index in sorted(varying)
+        if name_of(lines[index]) != LENGTH_NAME
     }
     marked = [
-        _up_to_value(line) + marks[at] if at in marks else line for at, line in enumerate(lines)
+        _up_to_value(line) + marks[index] if index in marks else line
+        for index, line in enumerate(lines)
     ]
     try:
         head = parse(CRLF.join((*marked, b"", b"")))
@@ -60,7 +61,7 @@ def learn_template(
     after = _text_after_marks(head.lines, marks)
     if head.lines.count(stem.encode()) != len(after) or not _only_in_lines(head, stem):
         return None  # a mark occurs twice, or outside the lines
-    id_of = next((at for at, mark in marks.items() if mark == head.request_id), None)
+    id_of = next((index for index, mark in marks.items() if mark == head.request_id), None)
     if id_of not in after and stem.encode() in head.request_id:
         return None
     template = HeadTemplate(
@@ -79,16 +80,16 @@ def _steps(
     """`steps` and `last` of a HeadTemplate."""
     steps: list[Step] = []
     done = 0
-    for at in varying:
-        before = b"".join(line + CRLF for line in lines[done:at])
-        beginning = _up_to_value(lines[at])
+    for index in varying:
+        before = b"".join(line + CRLF for line in lines[done:index])
+        beginning = _up_to_value(lines[index])
         name = name_of(beginning)
         forbidden = CONTROLS_AND_SPACES if name in ids else CONTROLS
         if name == LENGTH_NAME:
             forbidden = COUNT
         same = before + beginning
-        steps.append((same, len(same), forbidden, after.get(at)))
-        done = at + 1
+        steps.append((same, len(same), forbidden, after.get(index)))
+        done = index + 1
     return tuple(steps), CRLF.join(lines[done:])
 
 
@@ -115,16 +116,16 @@ def _only_in_lines(head: RequestHead, stem: str) -> bool:
 
 def _text_after_marks(lines: bytes, marks: dict[int, bytes]) -> dict[int, bytes]:
     """For each mark in `lines`, in order: the text from it to the next mark."""
-    found: dict[int, bytes] = {}
+    after_marks: dict[int, bytes] = {}
     rest, last = lines, None
-    for at, mark in marks.items():
+    for index, mark in marks.items():
         before, is_there, after = rest.partition(mark)
         if is_there:
             if last is not None:
-                found[last] = before
-            found[at] = rest = after
-            last = at
-    return found
+                after_marks[last] = before
+            after_marks[index] = rest = after
+            last = index
+    return after_marks
 
 
 TEMPLATES: Final = 1024
@@ -175,21 +176,21 @@ class RequestHeadCache:
         match = _LENGTH.search(head)
         length = match[1] if match is not None else None
         last = self._last
-        found = last.read(head, length) if last is not None else None
-        return found if found is not None else self._look_up(head, length)
+        known = last.read(head, length) if last is not None else None
+        return known if known is not None else self._look_up(head, length)
 
     def _look_up(self, head: bytes, length: bytes | None) -> RequestHead:
         key = self._key(head)
         template = self._known.get(key) if key else None
-        found = template.read(head, length) if template is not None else None
-        if found is None:
-            found = self._parse(head)
+        parsed = template.read(head, length) if template is not None else None
+        if parsed is None:
+            parsed = self._parse(head)
             template = self._learn(key, template, head)
             if template is not None:
-                template.build(found, length, self._parse, self._ids)
+                template.build(parsed, length, self._parse, self._ids)
         if template is not None and template.template is not None:
             self._use(template)
-        return found
+        return parsed
 
     def _learn(self, key: Key, template: _Template | None, head: bytes) -> _Template | None:
         """The template to build or rebuild with this head, None if there is none."""
@@ -209,10 +210,10 @@ class RequestHeadCache:
 
     def _parse(self, head: bytes) -> RequestHead:
         reject_loop(head, self._proxy_id)  # a cache hit has the hop field of an accepted head
-        found = parse_request_head(head)
+        parsed = parse_request_head(head)
         if self._forwarded is not None:
-            self._forwarded.prepare(found, secure=self._secure)
-        return found
+            self._forwarded.prepare(parsed, secure=self._secure)
+        return parsed
 
     def _key(self, head: bytes) -> Key:
         """Empty for a head that is not cached."""
@@ -231,7 +232,7 @@ class RequestHeadCache:
         """Indexes of lines whose values always count as varying, even if two heads agree."""
         names = self._ids | {LENGTH_NAME}
         fields = enumerate(head[:-4].split(CRLF))
-        return frozenset(at for at, field in fields if name_of(field) in names)
+        return frozenset(index for index, field in fields if name_of(field) in names)
 
 
 class _Template:
@@ -277,7 +278,7 @@ class _Template:
     def add_varying(self, head: bytes) -> bool:
         """Add the lines that differ in another head of this key; False if none does."""
         both = zip(self._sample.split(CRLF), head.split(CRLF), strict=True)
-        differ = {at for at, (one, other) in enumerate(both) if one != other}
+        differ = {index for index, (one, other) in enumerate(both) if one != other}
         if differ <= self._varying:
             return False
         self._varying |= differ

@@ -32,21 +32,21 @@ class HistoryRoutes:
     async def show(self) -> Response:
         secs = _range(request.args.get("secs", str(HISTORY_SECS[0])))
         names = _series(request.args.get("series"))
-        history, at = self._history, time.time()
-        found: dict[str, object] = {
+        history, now = self._history, time.time()
+        body: dict[str, object] = {
             "secs": secs,
             "step_secs": STEPS[secs],
-            "from": start_of(secs, at),
+            "from": start_of(secs, now),
             "metrics": self._config_store.config.server.metrics,
         }
         if request.args.get("by") == "worker":
             rows: list[dict[str, object]] = []
             for worker in self._fleet.workers:
                 if (of_worker := history.workers.get(worker)) is not None:
-                    row = {name: of_worker.read(secs, name, at) for name in names}
+                    row = {name: of_worker.read(secs, name, now) for name in names}
                     rows.append({"id": worker.id, "url": worker.url, "series": row})
                 await trio.lowlevel.checkpoint()
-            return json_response({**found, "workers": rows})
+            return json_response({**body, "workers": rows})
         if "by" in request.args:
             raise bad_request("by must be worker")
         track = history.fleet
@@ -59,9 +59,9 @@ class HistoryRoutes:
         if name := request.args.get("worker"):
             worker = find_worker(self._fleet, name)
             track = history.workers.get(worker) or Track()
-            found["worker"] = worker.url
-        found["series"] = {name: track.read(secs, name, at) for name in names}
-        return json_response(found)
+            body["worker"] = worker.url
+        body["series"] = {name: track.read(secs, name, now) for name in names}
+        return json_response(body)
 
 
 def _range(text: str) -> int:

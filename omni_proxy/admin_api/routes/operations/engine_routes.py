@@ -82,12 +82,12 @@ class EngineRoutes:
         reasons = {}
         for worker in self._routable():
             response = await self._first_of(worker, ("/get_model_info", "/model_info"))
-            found = response.json() if response.ok else None
+            info = response.json() if response.ok else None
             if response.status in ROUTE_ABSENT:  # vLLM has neither route
                 models = await self._first_of(worker, ("/v1/models",))
-                found = _info_of_models(models.json()) if models.ok else None
-            if isinstance(found, dict):  # encoded again: NaN becomes null
-                return json_response(found)
+                info = _info_of_models(models.json()) if models.ok else None
+            if isinstance(info, dict):  # encoded again: NaN becomes null
+                return json_response(info)
             reasons[worker.url] = "no JSON object" if response.ok else response.failure
         raise _no_response_error("model_info", reasons)
 

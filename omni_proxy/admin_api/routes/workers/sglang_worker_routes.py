@@ -69,9 +69,9 @@ class SglangWorkerRoutes:
         await self._arrivals.until_healthy(entry, _wait_secs())
         try:
             worker = await self._changes.add(entry)
-        except HttpError as refusal:
+        except HttpError as error:
             # A script may time out and retry while its first request still waits.
-            raise _known_already() if refusal.status == 409 else refusal from None
+            raise _known_already() if error.status == 409 else error from None
         log.info("worker_registered worker=%s url=%s", worker.display_id, url)
         await self._arrivals.until_routable(worker)
 
@@ -94,8 +94,8 @@ class SglangWorkerRoutes:
         """Remove the worker; False if another request has already removed it."""
         try:
             await self._changes.remove(worker)
-        except HttpError as refusal:
-            if refusal.status != 404:
+        except HttpError as error:
+            if error.status != 404:
                 raise
             return False
         return True

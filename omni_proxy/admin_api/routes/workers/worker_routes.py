@@ -240,11 +240,11 @@ def _coded(view: View[Given]) -> View[Given]:
     """Add smg's error code to errors of the view: its clients call these routes, too."""
 
     @wraps(view)
-    async def parsed(*args: Given.args, **named: Given.kwargs) -> Response:
+    async def parsed(*args: Given.args, **parameters: Given.kwargs) -> Response:
         try:
-            return await view(*args, **named)
-        except HttpError as refusal:
-            with_gateway_code(refusal)
+            return await view(*args, **parameters)
+        except HttpError as error:
+            with_gateway_code(error)
             raise
 
     return parsed
@@ -252,6 +252,6 @@ def _coded(view: View[Given]) -> View[Given]:
 
 def _preferences() -> dict[str, str]:
     """The preferences that the request names (RFC 7240), with their values."""
-    named = request.headers.get("Prefer", "").lower().replace(";", ",").split(",")
-    parts = (part.partition("=") for part in named)
+    preferences = request.headers.get("Prefer", "").lower().replace(";", ",").split(",")
+    parts = (part.partition("=") for part in preferences)
     return {name.strip(): value.strip(' "') for name, _, value in parts}
