@@ -34,7 +34,7 @@ from omni_proxy.cluster_member.store_connection import RedisConnection
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.multiprocess.aggregate import AggregateView
-from omni_proxy.multiprocess.ipc_messages import ClearCacheCommand, ClusterHintsCommand
+from omni_proxy.multiprocess.ipc.messages import ClearCacheCommand, ClusterHintsCommand
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.routing.cluster_hints import ClusterHints
 from omni_proxy.runtime_config.config_store import ConfigStore

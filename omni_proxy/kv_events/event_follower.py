@@ -43,7 +43,7 @@ from omni_proxy.kv_events.messages import (
     SubscriberEvent,
     UnsubscribeCommand,
 )
-from omni_proxy.multiprocess.ipc_channel import IpcChannel
+from omni_proxy.multiprocess.ipc.channel import IpcChannel
 from omni_proxy.routing.kv_events.held_changes import ChangeOp, PackedChanges
 from omni_proxy.self_exec import program_argv
 from omni_proxy.shared.child_exit import wait_or_kill

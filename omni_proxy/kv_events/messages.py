@@ -1,6 +1,6 @@
 """The messages between the main process and the subscriber process, which are of the same build.
 
-They are framed like those of data-plane processes (`multiprocess.ipc_channel`). Invariant: changes
+They are framed like those of data-plane processes (`multiprocess.ipc.channel`). Invariant: changes
 have the generation of their subscription, so that those from before a flush can be dropped.
 """
 

@@ -33,7 +33,7 @@ from omni_proxy.kv_events.messages import (
     SubscriberCommand,
     UnsubscribeCommand,
 )
-from omni_proxy.multiprocess.ipc_channel import MessageFrames, encode_frame
+from omni_proxy.multiprocess.ipc.channel import MessageFrames, encode_frame
 from omni_proxy.routing.kv_events.held_changes import MAX_PACKED, HeldChange, pack_changes
 from omni_proxy.routing.kv_events.publisher_state import PublisherState
 

@@ -16,7 +16,7 @@ from omni_proxy.dataplane.accept.listeners import ServedAt
 from omni_proxy.dataplane.status import COUNTERS, MAX_CONNECTIONS
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.multiprocess.ipc_messages import ProcessStats
+from omni_proxy.multiprocess.ipc.messages import ProcessStats
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.multiprocess.process_slot import ProcessSlot
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies

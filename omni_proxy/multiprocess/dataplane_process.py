@@ -25,8 +25,8 @@ from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.downstream.connection import Connection
 from omni_proxy.dataplane.status import MAX_CONNECTIONS, connection_record, counters
-from omni_proxy.multiprocess.ipc_channel import IpcChannel
-from omni_proxy.multiprocess.ipc_messages import (
+from omni_proxy.multiprocess.ipc.channel import IpcChannel
+from omni_proxy.multiprocess.ipc.messages import (
     AbortCommand,
     AbortedEvent,
     AckEvent,

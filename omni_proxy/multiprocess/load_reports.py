@@ -14,7 +14,7 @@ import trio
 
 from omni_proxy.fleet.engine_load import EngineLoads
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.multiprocess.ipc_messages import LoadRow
+from omni_proxy.multiprocess.ipc.messages import LoadRow
 from omni_proxy.wire.load_report import EngineLoad, LoadReport
 
 SEND_SECS: Final = 0.1

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker, zero_counters
-from omni_proxy.multiprocess.ipc_messages import (
+from omni_proxy.multiprocess.ipc.messages import (
     AliasTargetDelta,
     CachedTokensDelta,
     EndsDelta,

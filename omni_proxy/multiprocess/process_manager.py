@@ -24,7 +24,7 @@ from omni_proxy.dataplane.accept.listener import Listener
 from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.multiprocess.ipc_messages import (
+from omni_proxy.multiprocess.ipc.messages import (
     UNCHANGING,
     AbortCommand,
     AbortedEvent,

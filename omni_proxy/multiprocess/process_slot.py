@@ -20,8 +20,8 @@ import trio
 
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.launch.replica_process import OWN_COMMAND, argv_of
-from omni_proxy.multiprocess.ipc_channel import IpcChannel
-from omni_proxy.multiprocess.ipc_messages import (
+from omni_proxy.multiprocess.ipc.channel import IpcChannel
+from omni_proxy.multiprocess.ipc.messages import (
     AckEvent,
     ProcessCommand,
     ProcessEvent,

@@ -25,7 +25,7 @@ from omni_proxy.fleet.worker import (
     WorkerState,
     apply_state,
 )
-from omni_proxy.multiprocess.ipc_messages import (
+from omni_proxy.multiprocess.ipc.messages import (
     HalfOpenEndedEvent,
     HalfOpenStartedEvent,
     ProcessEvent,

@@ -22,7 +22,7 @@ from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker, WorkerState
-from omni_proxy.multiprocess.ipc_messages import (
+from omni_proxy.multiprocess.ipc.messages import (
     CallersMessage,
     ClusterHintsEvent,
     EngineLoadsEvent,

@@ -16,7 +16,7 @@ from omni_proxy.dataplane.loop.task import ConnectionTask, EventHandler
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.dataplane.upstream.pool import CLIENT_HOST, AdminApiPool
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.multiprocess.ipc_messages import StartCommand, VoiceListMessage, VoicesChangedEvent
+from omni_proxy.multiprocess.ipc.messages import StartCommand, VoiceListMessage, VoicesChangedEvent
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet, SendEvent, SharedWorker
 from omni_proxy.multiprocess.shared_memory.worker_counters import PROCESS_CELL, Cells, fence
 

@@ -12,7 +12,7 @@ from omni_proxy.api_keys.callers import UNKNOWN_SLOT
 from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.keys import CallerKey
 from omni_proxy.dataplane.dataplane import DataPlane
-from omni_proxy.multiprocess.ipc_messages import CallersMessage
+from omni_proxy.multiprocess.ipc.messages import CallersMessage
 from omni_proxy.multiprocess.shared_memory.key_counters import (
     KeyCounters,
     KeySlots,

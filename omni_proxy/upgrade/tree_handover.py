@@ -15,7 +15,7 @@ from typing import Final
 
 import trio
 
-from omni_proxy.multiprocess.ipc_messages import LoadTreesCommand, SaveTreesCommand
+from omni_proxy.multiprocess.ipc.messages import LoadTreesCommand, SaveTreesCommand
 from omni_proxy.multiprocess.process_slot import ProcessHandle
 from omni_proxy.multiprocess.shared_memory.prefix_trees import (
     RESTORE_SECS,

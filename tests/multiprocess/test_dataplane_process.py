@@ -11,8 +11,8 @@ import pytest
 from omni_proxy.config.parse import parse
 from omni_proxy.fleet.worker import worker_state
 from omni_proxy.multiprocess.dataplane_process import DataPlaneProcess, LineBatches
-from omni_proxy.multiprocess.ipc_channel import IpcChannel
-from omni_proxy.multiprocess.ipc_messages import (
+from omni_proxy.multiprocess.ipc.channel import IpcChannel
+from omni_proxy.multiprocess.ipc.messages import (
     ClearCacheCommand,
     LogLinesEvent,
     ProcessCommand,

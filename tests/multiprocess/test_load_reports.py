@@ -1,7 +1,7 @@
 import trio
 from msgspec.structs import astuple
 
-from omni_proxy.multiprocess.ipc_messages import LoadRow
+from omni_proxy.multiprocess.ipc.messages import LoadRow
 from omni_proxy.multiprocess.load_reports import SEND_SECS, LoadCollector, take_rows
 from omni_proxy.wire.load_report import EngineLoad, LoadReport
 from tests.fleet.entries import entry, fleet_of

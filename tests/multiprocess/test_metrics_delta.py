@@ -4,7 +4,7 @@ import msgspec
 
 from omni_proxy.dataplane.exchange.request_trace import RequestTrace
 from omni_proxy.fleet.worker import worker_state
-from omni_proxy.multiprocess.ipc_messages import MetricsEvent
+from omni_proxy.multiprocess.ipc.messages import MetricsEvent
 from omni_proxy.multiprocess.metrics_delta import PHASES, MetricsDelta, merge_metrics
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
 from omni_proxy.multiprocess.shared_memory.worker_counters import SharedCounters

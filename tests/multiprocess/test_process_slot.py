@@ -3,7 +3,7 @@ import os
 
 import trio
 
-from omni_proxy.multiprocess.ipc_messages import DrainCommand
+from omni_proxy.multiprocess.ipc.messages import DrainCommand
 from omni_proxy.multiprocess.process_slot import ProcessSlot
 
 

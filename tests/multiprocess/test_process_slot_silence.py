@@ -2,7 +2,7 @@
 
 import pytest
 
-from omni_proxy.multiprocess.ipc_messages import DrainCommand
+from omni_proxy.multiprocess.ipc.messages import DrainCommand
 from omni_proxy.multiprocess.process_slot import MAX_STARTUP_TICKS, MAX_UNACKED_TICKS, ProcessHandle
 
 

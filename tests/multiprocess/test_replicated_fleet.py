@@ -7,7 +7,7 @@ from msgspec import structs
 
 from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.fleet.worker import capability_mask, worker_state
-from omni_proxy.multiprocess.ipc_messages import (
+from omni_proxy.multiprocess.ipc.messages import (
     HalfOpenEndedEvent,
     HalfOpenStartedEvent,
     RequestFailedEvent,

@@ -10,7 +10,7 @@ from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.accept.listener import Listener, open_socket
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.fleet.worker import worker_state
-from omni_proxy.multiprocess.ipc_messages import (
+from omni_proxy.multiprocess.ipc.messages import (
     ClearCacheCommand,
     DrainCommand,
     ListenCommand,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import trio
 
-from omni_proxy.multiprocess.ipc_messages import LoadTreesCommand
+from omni_proxy.multiprocess.ipc.messages import LoadTreesCommand
 from omni_proxy.upgrade import tree_handover
 from omni_proxy.upgrade.tree_handover import load_all, save_all
 

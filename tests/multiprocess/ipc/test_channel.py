@@ -7,8 +7,8 @@ import pytest
 import trio
 import trio.testing
 
-from omni_proxy.multiprocess.ipc_channel import IpcChannel, MessageFrames, encode_frame
-from omni_proxy.multiprocess.ipc_messages import (
+from omni_proxy.multiprocess.ipc.channel import IpcChannel, MessageFrames, encode_frame
+from omni_proxy.multiprocess.ipc.messages import (
     AckEvent,
     ClearCacheCommand,
     ListenCommand,
