@@ -35,7 +35,7 @@ COMMANDS: Final = {
     "top": "omni_proxy.cli.top.command",
     "trace": "omni_proxy.cli.logs.trace",
     "upgrade": "omni_proxy.cli.upgrade",
-    "weights": "omni_proxy.cli.weights",
+    "weights": "omni_proxy.cli.weights.command",
     "workers": "omni_proxy.cli.workers",
 }
 

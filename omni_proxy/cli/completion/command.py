@@ -59,7 +59,7 @@ def pages() -> list[Page]:
 
 def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     # Imported here: no other command must wait for all of them.
-    from omni_proxy.cli import explain, keys, status, upgrade, weights, workers
+    from omni_proxy.cli import explain, keys, status, upgrade, workers
     from omni_proxy.cli.bench import arguments as bench
     from omni_proxy.cli.config_file import init, schema
     from omni_proxy.cli.flags import start_parsers
@@ -68,6 +68,7 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     from omni_proxy.cli.logs import trace
     from omni_proxy.cli.simulate import arguments as simulate
     from omni_proxy.cli.top import command as top
+    from omni_proxy.cli.weights import command as weights
     from omni_proxy.replica import replica_command as replica
     from omni_proxy.replica.profiling import report as profile
 

@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from omni_proxy.cli import main, weights
+from omni_proxy.cli import main
+from omni_proxy.cli.weights import command as weights
 
 A, B = "http://a:1", "http://b:1"
 WEIGHTS = {

@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from omni_proxy.cli import main, rollout
+from omni_proxy.cli import main
+from omni_proxy.cli.weights import rollout
 
 A, B = "http://a:1", "http://b:1"
 PATH = "/weights/rollout"

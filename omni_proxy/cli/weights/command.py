@@ -31,7 +31,6 @@ from omni_proxy.cli.client.admin_client import (
 from omni_proxy.cli.client.feed_model import PausedWorker
 from omni_proxy.cli.client.worker_changes import EXIT_REFUSED, ChangeRefused, require_accepted
 from omni_proxy.cli.flags.command_parser import CommandParser
-from omni_proxy.cli.rollout import add_rollout_arguments, run_rollout
 from omni_proxy.cli.screen.diagnosis import describe_rollout, describe_sync, pause_lines
 from omni_proxy.cli.terminal_text import (
     NOTHING,
@@ -41,6 +40,7 @@ from omni_proxy.cli.terminal_text import (
     printable,
     render_table,
 )
+from omni_proxy.cli.weights.rollout import add_rollout_arguments, run_rollout
 from omni_proxy.weight_sync.protocol.checksum_agreement import compare_answers
 
 POLL_SECS: Final = 0.5

@@ -2,8 +2,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from omni_proxy.cli import weights
 from omni_proxy.cli.client.admin_client import AdminReply
+from omni_proxy.cli.weights import command as weights
 
 
 class LateFuture(Future):

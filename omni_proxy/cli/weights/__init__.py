@@ -1,0 +1,1 @@
+"""`omni-proxy weights`: the weights of the workers, and operations on them."""
