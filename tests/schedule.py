@@ -21,8 +21,8 @@ TREES = "the syntax trees"
 SHARING_TREES = {
     f"tests/{name}.py"
     for name in (
-        "telemetry/test_log_texts", "test_checkpoints", "test_error_codes", "test_glossary",
-        "test_layers", "test_sizes",
+        "telemetry/test_log_texts", "test_checkpoints", "test_comments", "test_docs",
+        "test_error_codes", "test_glossary", "test_layers", "test_sizes",
     )
 }  # fmt: skip
 
