@@ -1,5 +1,5 @@
 """Replaces the interpreter where a program of the tests starts another one: `-m omni_proxy …`,
-`-m tests.promises.stepping_program …`, or the trainer of tools, `-m tools.training …`.
+`-m tests.promises.support.stepping_program …`, or the trainer of tools, `-m tools.training …`.
 
 The fork server starts a process with the arguments, environment, folder and descriptors of this
 one, which then ends with the same status. Signals are forwarded. So is SIGKILL: the fork server
@@ -14,7 +14,7 @@ import marshal
 import posix as os
 import sys
 
-PROXY, STEPPING = "omni_proxy", "tests.promises.stepping_program"
+PROXY, STEPPING = "omni_proxy", "tests.promises.support.stepping_program"
 TRAINER = "tools.training"
 TORCH = ("replica", "receiver-process")  # commands that need the fork server with torch
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -18,7 +18,7 @@ PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
 needs_store = pytest.mark.skipif(
     PROGRAM is None, reason="no redis-server: apt-get install redis-server"
 )
-CERTIFICATES = Path(__file__).parent / "promises" / "certificates"
+CERTIFICATES = Path(__file__).parent / "promises" / "support" / "certificates"
 STARTED_SECS = 30  # a deadline for hung tests
 
 

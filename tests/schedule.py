@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 FLEETS = "the fleets of replicas"
 SHARING_FLEETS = {
-    f"tests/promises/test_{name}.py"
+    f"tests/promises/weights/test_{name}.py"
     for name in (
         "sync_both", "sync_faults", "sync_forms", "sync_late_joiner", "sync_layout", "sync_owner",
         "sync_soak", "version_relay",

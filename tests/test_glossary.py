@@ -29,7 +29,7 @@ OLD_NAMES = {
     "tests.admin_api.routes.test_status_routes": {"door"},
     "tests.admin_api.routes.monitoring.test_metrics_routes": {"door"},
     "tests.multiprocess.test_aggregate": {"introductions"},
-    "tests.promises.test_forwarded": {"introductions"},
+    "tests.promises.http.test_forwarded": {"introductions"},
     "tests.telemetry.lint": {"door"},
     "tests.test_supervisor": {"pulse"},
 }

@@ -1,10 +1,11 @@
 """Records the requests that routers send to prefill and decode engines.
 
 `python -m tools.record_legs --sglang-router PYTHON --vllm-router PROGRAM` writes those of these two
-routers to tests/promises/legs_of_peers.json; a router that is not given keeps its records. PYTHON
-is that of an environment with sglang-router 0.3.2, PROGRAM the vllm-router of 0.1.17. The engines
-answer immediately and listen only on 127.0.0.1. Only the keys of the protocols are recorded, since
-the routers drop others and add their own defaults; random values and ports are replaced by names.
+routers to tests/promises/support/legs_of_peers.json; a router that is not given keeps its records.
+PYTHON is that of an environment with sglang-router 0.3.2, PROGRAM the vllm-router of 0.1.17. The
+engines answer immediately and listen only on 127.0.0.1. Only the keys of the protocols are
+recorded, since the routers drop others and add their own defaults; random values and ports are
+replaced by names.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any, Final
 from tools.bench.harness.processes import running
 from tools.bench.harness.proxies import free_port
 
-FILE: Final = Path(__file__).parents[1] / "tests" / "promises" / "legs_of_peers.json"
+FILE: Final = Path(__file__).parents[1] / "tests" / "promises" / "support" / "legs_of_peers.json"
 READY_SECS: Final = 60.0
 LATE_SECS: Final = 5.0
 # The keys of a body that the protocols add or change. vllm-router also sends `min_tokens: 1` to

@@ -9,7 +9,7 @@ import trio
 
 from omni_proxy.cluster_member.store_connection import StoreError, StoreRefused, connected
 from omni_proxy.config.tables.cluster import store_address
-from tests.promises.tls_helpers import FILES, client_context
+from tests.promises.support.tls_helpers import FILES, client_context
 from tests.redis_server import needs_store, redis_server
 
 pytestmark = needs_store

@@ -7,9 +7,9 @@ import trio
 from omni_proxy.admin_ops.abort_requests import AbortTarget
 from omni_proxy.dataplane import abort
 from tests.dataplane.loop_script import until
-from tests.promises.clients import post
-from tests.promises.dataplane_fixture import run_dataplane
-from tests.promises.fakes import SSE_HEAD, answering, chunk, counted, fake_workers, silent
+from tests.promises.support.clients import post
+from tests.promises.support.dataplane_fixture import run_dataplane
+from tests.promises.support.fakes import SSE_HEAD, answering, chunk, counted, fake_workers, silent
 
 ALL = AbortTarget(everything=True)
 GENERATE = "/generate"

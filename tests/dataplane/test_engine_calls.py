@@ -9,8 +9,8 @@ from omni_proxy.dataplane.engine_calls import AT_ONCE
 from omni_proxy.routing.kv_events.block_keys import block_keys
 from omni_proxy.routing.kv_events.tokenized_texts import TokenizeRequest
 from omni_proxy.routing.tree_key import tree_key
-from tests.promises.dataplane_fixture import run_dataplane
-from tests.promises.fakes import counted, fake_workers
+from tests.promises.support.dataplane_fixture import run_dataplane
+from tests.promises.support.fakes import counted, fake_workers
 
 TEXT = b"t" * 5000
 

@@ -9,7 +9,7 @@ import trio
 from omni_proxy.config.parse import parse
 from omni_proxy.discovery_watch.api_connection import ApiError, ClusterAccess, get
 from tests.discovery_watch.api_server import ApiServer
-from tests.promises.tls_helpers import AUTHORITY, FILES, server_context
+from tests.promises.support.tls_helpers import AUTHORITY, FILES, server_context
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ import trio
 from omni_proxy.dataplane import engine_calls
 from omni_proxy.dataplane.loop import timeouts
 from tests.program_forkserver import OWN_INTERPRETERS
-from tests.promises.early_readers import EarlyReaders
-from tests.promises.fakes import answering, counted, fake_workers
-from tests.promises.replica_program import PATIENCE_SECS, healthy, program
-from tests.promises.sync_program import Fleets
-from tests.promises.sync_steps import repaired_fleet
-from tests.promises.sync_trainer import Trainers
-from tests.promises.tiny_fleet import weights_in
+from tests.promises.support.early_readers import EarlyReaders
+from tests.promises.support.fakes import answering, counted, fake_workers
+from tests.promises.support.replica_program import PATIENCE_SECS, healthy, program
+from tests.promises.support.sync_program import Fleets
+from tests.promises.support.sync_steps import repaired_fleet
+from tests.promises.support.sync_trainer import Trainers
+from tests.promises.support.tiny_fleet import weights_in
 from tools.screenshots.chromium import Browser, find_chromium
 
 

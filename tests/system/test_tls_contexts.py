@@ -6,7 +6,7 @@ import pytest
 from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.schema import ServerConfig
 from omni_proxy.system import tls_contexts
-from tests.promises.tls_helpers import FILES
+from tests.promises.support.tls_helpers import FILES
 
 
 def server(cert="server", key="server-key", ca=""):

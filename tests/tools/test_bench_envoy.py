@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tests.promises.envoy_program import needs_envoy
+from tests.promises.support.envoy_program import needs_envoy
 from tools.bench.envoy_picker import MEASURED, _row, sides
 from tools.bench.harness.load_run import LOADS, Leg
 from tools.bench.harness.proxies import OMNI_FILE, Place

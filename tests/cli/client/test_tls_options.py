@@ -11,7 +11,7 @@ from omni_proxy.cli.client.tls_options import (
     create_tls_context,
     explain_tls_error,
 )
-from tests.promises.tls_helpers import AUTHORITY, FILES
+from tests.promises.support.tls_helpers import AUTHORITY, FILES
 
 CLIENT = ClientCert(str(AUTHORITY), str(FILES / "client.pem"), str(FILES / "client-key.pem"))
 

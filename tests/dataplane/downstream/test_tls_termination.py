@@ -9,7 +9,7 @@ from omni_proxy.config.schema import ServerConfig
 from omni_proxy.dataplane.downstream import tls_termination
 from omni_proxy.dataplane.downstream.tls_termination import Certificates
 from tests.dataplane.loop_script import until
-from tests.promises.tls_helpers import FILES
+from tests.promises.support.tls_helpers import FILES
 
 PAIR = ServerConfig(tls_cert=str(FILES / "server.pem"), tls_key=str(FILES / "server-key.pem"))
 

@@ -20,7 +20,7 @@ from omni_proxy.dataplane.loop.tls_stream import (
     TlsStream,
 )
 from tests.example_counts import examples
-from tests.promises.tls_helpers import client_context, server_context
+from tests.promises.support.tls_helpers import client_context, server_context
 
 
 class TlsPeer:

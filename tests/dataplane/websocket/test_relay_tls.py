@@ -14,7 +14,7 @@ from tests.dataplane.speech_fixture import (
     run_proxy,
     serve_speech,
 )
-from tests.promises.tls_helpers import AUTHORITY, client_context, listening, server_context
+from tests.promises.support.tls_helpers import AUTHORITY, client_context, listening, server_context
 
 TLS = listening().removeprefix("[server]\n")
 TRUSTED = [{"tls_ca": str(AUTHORITY)}]

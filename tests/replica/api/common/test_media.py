@@ -23,7 +23,7 @@ from omni_proxy.replica.api.common.media import (
     read_media,
 )
 from omni_proxy.shared.tls_client import context_without_authorities
-from tests.promises.tls_helpers import AUTHORITY, FILES
+from tests.promises.support.tls_helpers import AUTHORITY, FILES
 from tests.replica.api.audio_stages import Call
 from tests.replica.api.multipart_bodies import BOUNDARY, CONTENT_TYPE, form
 
