@@ -134,14 +134,33 @@ async def test_failed_reads_are_repeated_with_backoff_and_successful_ones_refres
     assert len(engine.calls) == 6
 
 
-async def test_a_refresh_ends_when_the_call_has_succeeded_or_failed(nursery, engine):
+async def test_a_refresh_without_a_healthy_worker_ends_at_once(nursery, engine):
+    reader = Reader(METRICS)
+    _, _, pages = await start_pages(nursery, engine, reader)
+    with trio.fail_after(20):
+        await pages.refresh(reader)
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize("status", [200, 500, None], ids=["succeeded", "failed", "no response"])
+async def test_a_refresh_ends_when_its_call_has_ended(nursery, engine, status):
     reader = Reader(METRICS)
     fleet, worker, pages = await start_pages(nursery, engine, reader)
-    await pages.refresh(reader)  # no worker is healthy
     heal(fleet, worker)
     await wait_all_tasks_blocked()
-    engine.status = None
-    await pages.refresh(reader)
+    engine.gate, engine.status = trio.Event(), status
+    refreshed = trio.Event()
+
+    async def refresh():
+        await pages.refresh(reader)
+        refreshed.set()
+
+    nursery.start_soon(refresh)
+    await wait_all_tasks_blocked()
+    assert not refreshed.is_set()
+    engine.gate.set()
+    with trio.fail_after(20):
+        await refreshed.wait()
     assert reader.read_bodies == [1, 2]
 
 

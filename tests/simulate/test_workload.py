@@ -1,5 +1,6 @@
 """Generated workloads, and the best hit rate that a workload allows."""
 
+from collections import Counter
 from random import Random
 
 import pytest
@@ -37,18 +38,30 @@ def test_only_equal_seeds_make_equal_requests(name):
 
     assert generated(1) == generated(1)
     assert generated(1) != generated(2)
-    assert len(generated(1)) == 200
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_has_the_requested_number_of_requests_with_tokens(name):
+    requests = all_requests(WORKLOADS[name](200, 4, Random(1)))
+    assert len(requests) == 200
+    assert all(request.input_tokens > 0 < request.output_tokens for request in requests)
+
+
+WITHOUT_BLOCKS = {"uniform", "bursts"}
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_BLOCKS))
+def test_prompts_of_uniform_and_bursts_have_no_blocks(name):
+    assert not any(request.blocks for request in all_requests(WORKLOADS[name](300, 4, Random(0))))
+
+
+@pytest.mark.parametrize("name", sorted(WORKLOADS.keys() - WITHOUT_BLOCKS))
 def test_blocks_cover_the_prompt(name):
     for request in all_requests(WORKLOADS[name](300, 4, Random(0))):
-        assert request.input_tokens > 0 < request.output_tokens
-        if request.blocks:
-            assert len(request.blocks) == -(-request.input_tokens // BLOCK_TOKENS)
-            sizes = [request.block_size(place) for place in range(len(request.blocks))]
-            assert sum(sizes) == request.input_tokens
-            assert min(sizes) > 0
+        assert len(request.blocks) == -(-request.input_tokens // BLOCK_TOKENS)
+        sizes = [request.block_size(place) for place in range(len(request.blocks))]
+        assert sum(sizes) == request.input_tokens
+        assert min(sizes) > 0
 
 
 def test_a_later_turn_begins_with_the_whole_blocks_of_the_earlier_one():
@@ -71,6 +84,10 @@ def test_a_rollout_has_a_group_of_requests_for_each_prompt():
 def test_bursts_are_in_one_second_of_each_ten():
     requests = WORKLOADS["bursts"](500, 4, Random(0)).requests
     assert all(request.at % 10 < 1 for request in requests)
+    # Four workers get 8 requests per second on average, so each burst has about 80.
+    bursts = Counter(request.at // 10 for request in requests)
+    assert list(bursts) == list(range(len(bursts)))
+    assert len(bursts) in (6, 7, 8)
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=12))

@@ -19,8 +19,8 @@ def parent(tmp_path, monkeypatch):
     return tmp_path
 
 
-def make_folder(parent, name, age=2 * MIN_STALE_SECS):
-    folder = parent / f"{PREFIX}{name}"
+def make_folder(parent, name, age=2 * MIN_STALE_SECS, prefix=PREFIX):
+    folder = parent / f"{prefix}{name}"
     folder.mkdir()
     (folder / "admin.sock").touch()
     then = folder.stat().st_mtime - age
@@ -54,17 +54,16 @@ def test_the_folder_of_a_killed_program_is_removed(parent):
         assert not killed.exists()
 
 
-def test_a_folder_stays_that_is_in_use_or_recent_or_of_another_user(parent, monkeypatch):
+def test_a_folder_stays_that_is_in_use_recent_unrelated_or_of_another_user(parent, monkeypatch):
     fresh = make_folder(parent, "fresh", age=0)
-    elsewhere = parent / "other-thing"
-    elsewhere.mkdir()
+    unrelated = make_folder(parent, "other-thing", prefix="")
     with private_runtime_dir() as used:
         then = used.stat().st_mtime - 2 * MIN_STALE_SECS
         os.utime(used, (then, then))
         with private_runtime_dir():
             assert used.is_dir()
     assert fresh.is_dir()
-    assert elsewhere.is_dir()
+    assert unrelated.is_dir()
     foreign = make_folder(parent, "foreign")
     monkeypatch.setattr(runtime_dir.os, "getuid", lambda: -1)
     with private_runtime_dir():
@@ -94,7 +93,6 @@ def test_the_folder_of_the_service_manager_is_preferred(parent, monkeypatch):
 
 
 def test_the_folder_of_an_older_version_is_removed(parent):
-    killed = make_folder(parent, "killed")
-    killed = killed.rename(parent / f"{OLD_PREFIX}killed")
+    killed = make_folder(parent, "killed", prefix=OLD_PREFIX)
     with private_runtime_dir():
         assert not killed.exists()
