@@ -1,3 +1,5 @@
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,7 +125,7 @@ def test_a_clock_that_is_set_back_resets_the_track():
     assert track.read(900, "in_flight", START - 500) == [*NOTHING[1:], 3]
 
 
-def test_the_fleet_has_figures_of_seconds_and_of_workers():
+def test_requests_of_the_fleet_are_counted_by_second_and_its_tokens_by_worker():
     (worker,) = fleet_of(entry("a")).workers
     history = History()
     history.sample_worker(START, worker, WorkerTotals(), None)
@@ -159,7 +161,22 @@ def test_the_number_of_workers_is_bounded_and_removed_ones_are_dropped():
     history.keep({b, c})
     history.sample_worker(START, c, WorkerTotals(), None)
     assert set(history.workers) == {b, c}
-    assert MAX_WORKERS * 24 * 1024 < 16 * 1024 * 1024
+
+
+def test_the_tracks_of_all_workers_have_at_most_16_mib():
+    totals = WorkerTotals(
+        firsts=first_counts(), gaps=[0] * (len(BETWEEN_CHUNKS) + 1), prompt_tokens=1
+    )
+    tracemalloc.start()
+    try:
+        tracks = [Track() for _ in range(10)]
+        for at in range(0, 600, 5):  # the points of a range are allocated at once
+            for track in tracks:
+                track.sample(START + at, totals, 1, 1)
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used / len(tracks) * MAX_WORKERS < 16 * 1024 * 1024
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 50)), max_size=30))
@@ -208,7 +225,7 @@ def test_without_a_cluster_nothing_is_kept_for_other_proxies():
     assert history.take_unsent().requests == 0
 
 
-ROUND_SECS = 5  # seconds
+ROUND_SECS = 5
 USAGE = (
     b'{"usage": {"prompt_tokens": 40, "completion_tokens": 8, '
     b'"prompt_tokens_details": {"cached_tokens": 30}}}'
@@ -232,7 +249,7 @@ def run(instruments, seconds, at=START):
         instruments.end_second(at + second + 0.99)
 
 
-def test_each_worker_is_sampled_once_per_point_even_if_steps_are_late(fleet, instruments):
+def test_each_worker_is_sampled_once_in_five_seconds_even_if_steps_are_late(fleet, instruments):
     samples = []
     sampler = instruments.history_sampler
     sampler.history.sample_worker = lambda at, worker, *_: samples.append(
@@ -248,7 +265,7 @@ def test_each_worker_is_sampled_once_per_point_even_if_steps_are_late(fleet, ins
         assert [worker for sampled, worker in samples if sampled == point] == fleet.workers
 
 
-def test_each_worker_is_sampled_every_five_seconds(fleet, instruments):
+def test_a_sample_has_the_counts_of_its_worker_and_the_fleet_has_their_sum(fleet, instruments):
     a, b = fleet.workers
     run(instruments, ROUND_SECS)
     for _ in range(10):

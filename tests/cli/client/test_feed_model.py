@@ -3,7 +3,6 @@ import pytest
 from omni_proxy.cli.client.admin_client import AdminClientError
 from omni_proxy.cli.client.feed_model import FleetRow, read_feed
 
-
 SNAPSHOT = b'{"at": "2026-01-01T00:00:00Z", "revision": 3, "ready": true, "fleet": [{"id": "a", "url": "http://a"}]}'
 
 

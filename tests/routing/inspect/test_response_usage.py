@@ -10,6 +10,7 @@ from omni_proxy.routing.inspect.response_usage import (
     TAIL_BYTES,
     counts_in,
     read_cached_tokens,
+    tokens_in,
 )
 
 COUNTS = st.integers(0, 10**9)
@@ -143,3 +144,46 @@ def test_counts_are_read_from_the_usage_whatever_surrounds_it(usage, before, aft
 
 def test_a_nested_usage_is_read_if_there_is_no_other():
     assert counts_in(b'{"response": {"usage": {"input_tokens": 1, "output_tokens": 2}}}') == (1, 2)
+
+
+OPENAI = b'"usage":{"prompt_tokens":12,"completion_tokens":34,"total_tokens":46}'
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b'{"id":"x","choices":[],' + OPENAI + b"}",
+        b'data: {"choices":[],' + OPENAI + b"}\n\ndata: [DONE]\n\n",
+        b'data: {"usage":null}\n\ndata: {"choices":[], "usage" : {"input_tokens": 12, '
+        b'"output_tokens": 34}}\n\n',
+        b'14\r\ndata: {"usage": null}\n\n\r\n60\r\ndata: {' + OPENAI + b"}\n\n\r\n0\r\n\r\n",
+    ],
+)
+def test_tokens_are_those_of_the_last_usage(tail):
+    assert tokens_in(tail) == {"input": 12, "output": 34}
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b"",
+        b'{"choices":[]}',
+        b'{"usage":null}',
+        b'{"usage":{"prompt_tok',
+        b'{"usage":{"prompt_tokens":"many","completion_tokens":true}}',
+        b'{"usage":{"prompt_tokens":-1,"completion_tokens":1e400}}',
+        b'{"usage":[[' + b"[" * 5000,
+        b'{"usage":7}',
+    ],
+)
+def test_a_response_without_valid_counts_has_no_tokens(tail):
+    assert tokens_in(tail) == {}
+
+
+def test_a_usage_may_have_only_one_of_the_counts():
+    assert tokens_in(b'{"usage":{"prompt_tokens":5}}') == {"input": 5}
+
+
+@given(st.binary())
+def test_tokens_of_any_bytes_are_read_without_an_error(tail):
+    assert tokens_in(b'"usage"' + tail).keys() <= {"input", "output"}
