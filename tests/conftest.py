@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from tests.example_counts import SHARES
 from tests.forked_workers import ForkedWorkers
 from tests.program_forkserver import close_forkservers, share_forkservers
+from tests.time_limit import TimeLimit
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
@@ -63,6 +64,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.pluginmanager.register(TimeLimit())
     if (count := config.getoption("processes")) > 1:
         os.environ.setdefault(
             "OPENBLAS_NUM_THREADS", "1"
