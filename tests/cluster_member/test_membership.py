@@ -6,7 +6,6 @@ import pytest
 import trio
 import trio.testing
 
-from omni_proxy.cluster_member import membership as module
 from omni_proxy.cluster_member.membership import (
     CallError,
     CallHandler,
@@ -74,7 +73,7 @@ class Member:
 
 @asynccontextmanager
 async def two_members(monkeypatch, *, live=False):
-    monkeypatch.setattr(module, "POLL_SECS", 0.01)
+    monkeypatch.setattr("omni_proxy.cluster_member.membership.POLL_SECS", 0.01)
     store, one, two = Store(), Member("one"), Member("two")
     async with trio.open_nursery() as nursery:
         scope = trio.CancelScope()
@@ -89,17 +88,15 @@ async def two_members(monkeypatch, *, live=False):
 
 
 async def wait_until(holds):
-    while True:
-        if holds():
-            return
-        await trio.sleep(0.01)
+    with trio.fail_after(20):
+        while not holds():  # noqa: ASYNC110  the members run in other tasks
+            await trio.sleep(0.01)
 
 
 async def wait_until_needed(member, expected):
-    while True:
-        if await member.members.needed() == expected:
-            return
-        await trio.sleep(0.01)
+    with trio.fail_after(20):
+        while await member.members.needed() != expected:  # noqa: ASYNC110  as above
+            await trio.sleep(0.01)
 
 
 async def test_a_member_without_a_lease_is_called_repeatedly(monkeypatch):

@@ -139,6 +139,8 @@ async def test_a_truncated_event_is_ignored(api, watching):
     api.cut_watches()
     api.put(pod("b"))
     await watched.until(a="open", b="open")
+    assert api.lists() == 1
+    assert watched.changes == [("a", "open"), ("b", "open")]
 
 
 @pytest.mark.parametrize("how", ["event", "answer"])
@@ -275,8 +277,9 @@ async def test_a_server_whose_watches_are_always_410_is_listed_with_growing_paus
     assert pauses[-1] == kubernetes_watcher.MAX_PAUSE_SECS / 2
     assert (watched.found(), watched.status.state) == ({"a": "open"}, "synced")
     api.put(pod("b"))  # lists still find new pods
-    while watched.found() != {"a": "open", "b": "open"}:
-        await sleep(0.005)
+    with trio.fail_after(20):
+        while watched.found() != {"a": "open", "b": "open"}:
+            await sleep(0.005)
 
 
 async def test_a_truncated_list_changes_nothing(api, watching):

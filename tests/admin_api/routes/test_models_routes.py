@@ -109,7 +109,7 @@ async def test_a_list_without_cards_is_a_502_with_each_failure(api, replies, rep
     assert body["error"]["details"] == {A: reason}
 
 
-async def test_an_empty_list_of_a_worker_is_not_a_failure(api, replies):
+async def test_models_get_a_502_without_a_reason_if_each_list_is_empty(api, replies):
     api.healthy(A)
     replies[A] = cards()
     status, body = await get_models(api)

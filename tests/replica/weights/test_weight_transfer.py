@@ -1,5 +1,7 @@
 """The weight-transfer calls of vLLM: their order, announced tensors, and packed messages."""
 
+import time
+
 import pytest
 import torch
 from hypothesis import given
@@ -151,8 +153,9 @@ def announcement(tensors):
 def start_receiving(stage, tensors):
     """An update whose tensors have not been sent yet."""
     update = stage.send("update_weights", update_info=announcement(tensors))
-    while stage.facts()["weight_sync"]["state"] != "receiving":
-        pass
+    end = time.monotonic() + 60
+    while stage.facts()["weight_sync"]["state"] != "receiving":  # the stage answers in its own time
+        assert time.monotonic() < end, stage.facts()["weight_sync"]
     return update
 
 

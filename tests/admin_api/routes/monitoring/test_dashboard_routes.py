@@ -4,18 +4,12 @@ from html.parser import HTMLParser
 import pytest
 
 from omni_proxy.admin_api.routes.monitoring.dashboard_routes import (
-    SCRIPTS,
-    STYLES,
     content_security_policy,
     dashboard_page,
 )
 from tests.admin_api.api_fixture import A, build_api, entry
-from tests.tree import ROOT
 
 PAGE = dashboard_page()
-PARTS = ROOT / "omni_proxy" / "admin_api" / "pages" / "dashboard"
-MAX_BYTES = 160_000
-MAX_LINES = 500
 
 
 class Tags(HTMLParser):
@@ -123,34 +117,7 @@ def test_every_input_field_has_a_label(tags):
     labelled = set(re.findall(r'<label[^>]*>(?:(?!</label>).)*?id="([\w-]+)"', PAGE))
     for tag, attributes in tags:
         if tag in ("input", "select", "textarea") and attributes["id"] not in labelled:
-            assert attributes["aria-label"], attributes
-
-
-def test_each_part_is_short_and_in_the_page_once():
-    assert {path.name for path in PARTS.iterdir()} == {*SCRIPTS, *STYLES, "page.html"}
-    for name in (*SCRIPTS, *STYLES):
-        text = (PARTS / name).read_text()
-        assert PAGE.count(text) == 1
-        assert len(text.splitlines()) <= MAX_LINES
-        assert text.startswith("/* ") or name in STYLES, name  # a comment says what it is
-
-
-def test_no_two_parts_declare_the_same_name():
-    declared = re.compile(r"^(?:async )?(?:function|const|let) +(\w+)", re.MULTILINE)
-    names = declared.findall(PAGE)
-    assert sorted(set(names)) == sorted(names)
-
-
-def test_each_id_that_a_script_uses_is_in_the_page(tags):
-    ids = {attributes["id"] for _, attributes in tags if "id" in attributes}
-    used = set(re.findall(r"""\$\("([\w-]+)"\)""", PAGE))
-    emptied = re.findall(r"empties\(([^)]*)\)", PAGE)
-    used |= {name for arguments in emptied for name in re.findall(r'"([\w-]+)"', arguments)}
-    assert used - ids == set()
-
-
-def test_the_page_is_small():
-    assert len(PAGE.encode()) < MAX_BYTES
+            assert attributes.get("aria-label"), attributes
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,13 @@ class LoadingEngines(Engines):
         self.labels = {A: "v1", B: "v1"}
         self.gate = trio.Event()
         self.gate.set()
+        self.begun = trio.Event()
 
     async def answer(self, request):
         url = str(request.url.copy_with(raw_path=b"/")).rstrip("/")
         path = request.url.path
         if path == "/update_weights_from_disk":
+            self.begun.set()
             await self.gate.wait()
             self.labels[url] = json.loads(request.content)["weight_version"]
         reply = {"weight_version": self.labels[url], "model_path": "/m/v1", "success": True}
@@ -93,26 +95,43 @@ async def test_a_response_with_events_ends_with_the_rollout(api, path, headers):
     assert events[-1]["updated"] == 2
 
 
-async def test_pause_resume_and_cancel(api, engines):
+@pytest.mark.parametrize("step", ["pause", "resume", "cancel"])
+async def test_a_step_without_a_rollout_is_a_conflict(api, step):
+    response = await api.client().post(f"{PATH}/{step}")
+    body = await response.get_json()
+    assert (response.status_code, body["error"]["code"], body["success"]) == (
+        409, "no_rollout", False,
+    )  # fmt: skip
+
+
+async def test_a_rollout_pauses_when_its_running_calls_have_ended(api, engines):
     engines.gate = trio.Event()
-    for step in ("pause", "resume", "cancel"):
-        response = await api.client().post(f"{PATH}/{step}")
-        body = await response.get_json()
-        assert (response.status_code, body["error"]["code"], body["success"]) == (
-            409, "no_rollout", False,
-        )  # fmt: skip
     await api.client().post(PATH, json=BODY)
+    await engines.begun.wait()
     response = await api.client().post(f"{PATH}/pause")
-    assert (await response.get_json())["rollout"]["state"] in ("paused", "pausing")
+    assert (response.status_code, (await response.get_json())["rollout"]["state"]) == (
+        200, "pausing",
+    )  # fmt: skip
     engines.gate.set()
+    await until(api, "paused")
+    assert sorted(engines.labels.values()) == ["v1", "v2"]
+
+
+async def test_a_paused_rollout_is_resumed(api, engines):
+    await api.client().post(PATH, json=BODY | {"pause_after_canary": True})
     await until(api, "paused")
     assert (await api.client().post(f"{PATH}/resume")).status_code == 200
     await until(api, "succeeded")
-    await api.client().post(PATH, json={**BODY, "weight_version": "v3", "pause_after_canary": True})
+    assert engines.labels == {A: "v2", B: "v2"}
+
+
+async def test_a_rollout_is_cancelled_with_its_caller_as_the_cause(api, engines):
+    await api.client().post(PATH, json=BODY | {"pause_after_canary": True})
     await until(api, "paused")
     response = await api.client().post(f"{PATH}/cancel", headers={"user-agent": "me"})
     assert (await response.get_json())["rollout"]["cause"] == "cancelled by me"
     await until(api, "cancelled")
+    assert "v1" in engines.labels.values()
 
 
 async def test_a_rollout_has_the_workers_of_its_selector(api):
@@ -123,12 +142,18 @@ async def test_a_rollout_has_the_workers_of_its_selector(api):
     assert (await no_match.get_json())["error"]["code"] == "no_workers_match"
 
 
-async def test_all_rollout_routes_need_the_key(tmp_path):
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", PATH), ("POST", PATH)]
+    + [("POST", f"{PATH}/{step}") for step in ("pause", "resume", "cancel")],
+)
+async def test_each_rollout_route_needs_the_key(tmp_path, method, path):
     api = build_api(entry(A), key="k", folder=tmp_path / "weights")
-    for method, path in (("get", PATH), ("post", PATH), ("post", f"{PATH}/cancel")):
-        assert (await getattr(api.client(), method)(path)).status_code == 401
+    response = await api.client().open(path, method=method)
+    assert response.status_code == 401
     headers = {"authorization": "Bearer k"}
-    assert (await api.client().get(PATH, headers=headers)).status_code == 200
+    response = await api.client().open(path, method=method, headers=headers, json={})
+    assert response.status_code != 401
 
 
 async def test_a_followed_rollout_ends_when_the_proxy_drains(api, engines, autojump_clock):
