@@ -30,8 +30,6 @@ class Waiter(IoTask):
             CAPABILITY_BITS["chat"], model, version_constraint=version, legs=legs
         )
         self.refusal = None
-        self.wants = ""  # what it waits for
-        self.joined = 0  # increases with each waiter that joins the queue
 
     @property
     def granted(self):
@@ -40,7 +38,6 @@ class Waiter(IoTask):
 
     def set_timeout(self, phase, secs):
         self.phase = phase
-        self.joined = next(self.room.numbers)
         self.phase_deadline = min(self.loop.now + secs, self.deadline)
 
     async def serve(self):
@@ -56,10 +53,9 @@ class Waiter(IoTask):
 
     async def _acquire(self):
         dataplane, exchange = self.dataplane, self.exchange
-        self.wants = "slot"
         if not dataplane.inflight.admit(exchange):
             await dataplane.queue.wait_for_slot(self, exchange, unread=False)
-        self.phase, self.wants = "pick", (self.model, exchange.requirements.version_constraint)
+        self.phase = "pick"
         try:
             dataplane.balancer.acquire(exchange)
         except HttpError as no_worker:
@@ -88,7 +84,6 @@ class Room:
         )
         self.queue = self.dataplane.queue
         self.admitted = []  # waiters that hold a slot and a worker, in order of admission
-        self.numbers = iter(range(10**9))
 
     def arrive(self, model=None, version=None, legs=NO_LEGS):
         waiter = Waiter(self, model, version, legs)
