@@ -8,8 +8,9 @@ import pytest
 import trio
 
 from tests.ports import free_run
-from tests.promises.support.fleet_program import PROBES, program, starting
+from tests.promises.support.fleet_program import PATIENCE_SECS, PROBES, program, starting
 from tests.promises.support.replica_program import healthy, started
+from tests.promises.support.tiny_fleet import weights_in
 
 TEXT = "The sea is wide and the wind is cold. " * 12
 CHAT = {
@@ -122,17 +123,23 @@ async def test_a_killed_worker_of_either_pool_is_replaced_and_leaves_nothing_in_
         pids = await until_ready(running)
         expected = essence(await running.client.post("/v1/chat/completions", json=CHAT))
         for role in ("prefill", "decode"):
-            responses = []
+            responses, killed = [], trio.Event()
 
-            async def ask(responses=responses):
-                responses.append(await running.client.post("/v1/chat/completions", json=CHAT))
+            async def ask(responses=responses, killed=killed):
+                while not killed.is_set():
+                    response = await running.client.post("/v1/chat/completions", json=CHAT)
+                    responses.append(response)
 
-            async with trio.open_nursery() as nursery:
-                for _ in range(12):
-                    nursery.start_soon(ask)
-                while not responses:
-                    await trio.sleep(0.001)
-                os.kill(pids[role][0], signal.SIGKILL)
+            with trio.fail_after(PATIENCE_SECS):
+                async with trio.open_nursery() as nursery:
+                    for _ in range(12):
+                        nursery.start_soon(ask)
+                    while len(responses) < 12:
+                        await trio.sleep(0.001)
+                    before = list(responses)
+                    os.kill(pids[role][0], signal.SIGKILL)
+                    killed.set()
+            assert [response.status_code for response in before] == [200] * len(before)
             # Each request succeeds or fails with an error; none waits for a timeout of an engine.
             for response in responses:
                 assert response.status_code != 200 or essence(response) == expected
@@ -148,28 +155,44 @@ async def test_a_killed_worker_of_either_pool_is_replaced_and_leaves_nothing_in_
 async def test_new_weights_go_to_both_pools_and_no_request_mixes_versions(tmp_path):
     file = tmp_path / "proxy.toml"
     file.write_text(fleet("sglang", free_run(4)) + "[weight_sync]\ndrain_secs = 60\n")
-    update = {"model_path": "tiny", "weight_version": "v2"}
+    update = {"model_path": weights_in(tmp_path).path, "weight_version": "v2"}
+    texts = {}
+    with started("--model", "tiny") as whole:
+        async with whole.client() as client:
+            await healthy(client)
+            texts["default"] = (await client.post("/generate", json=GENERATE)).json()["text"]
+            assert (await client.post("/update_weights_from_disk", json=update)).is_success
+            texts["v2"] = (await client.post("/generate", json=GENERATE)).json()["text"]
+    assert texts["default"] != texts["v2"]
     async with program("--config", file) as running:
         await until_ready(running)
-        first = (await running.client.post("/generate", json=GENERATE)).json()
-        versions, done = set(), trio.Event()
+        versions, done = [], trio.Event()
 
         async def ask():
             while not done.is_set():
                 response = await running.client.post("/generate", json=GENERATE)
                 assert response.status_code == 200, response.text
-                assert response.json()["text"] == first["text"]
-                versions.add(response.json()["meta_info"]["weight_version"])
+                version = response.json()["meta_info"]["weight_version"]
+                assert response.json()["text"] == texts[version]
+                versions.append(version)
 
-        async with trio.open_nursery() as nursery:
-            for _ in range(3):
-                nursery.start_soon(ask)
-            response = await running.client.post("/update_weights_from_disk", json=update)
-            assert response.status_code == 200, response.text
-            last = (await running.client.post("/generate", json=GENERATE)).json()
-            done.set()
-        assert last["meta_info"]["weight_version"] == "v2"
-        assert versions <= {"default", "v2"}
+        with trio.fail_after(PATIENCE_SECS):
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(ask)
+                while not versions:
+                    await trio.sleep(0.001)
+                response = await running.client.post("/update_weights_from_disk", json=update)
+                assert response.status_code == 200, response.text
+                updated = len(versions)
+                while len(versions) < updated + 6:
+                    await trio.sleep(0.001)
+                done.set()
+        assert (versions[0], versions[-1]) == ("default", "v2")
+        workers = (await running.get_json("/workers"))["workers"]
+        assert sorted((each["role"], each["weight_version"]) for each in workers) == [
+            ("decode", "v2"), ("decode", "v2"), ("prefill", "v2"),
+        ]  # fmt: skip
 
 
 async def test_an_abort_by_the_clients_rid_ends_both_legs(tmp_path):
@@ -183,17 +206,20 @@ async def test_an_abort_by_the_clients_rid_ends_both_legs(tmp_path):
         async def ask():
             responses.append(await running.client.post("/generate", json=body))
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask)
-            await running.until(
-                "/workers",
-                lambda body: any(
-                    worker["in_flight"] for worker in body["workers"] if worker["role"] == "decode"
-                ),
-            )
-            while not responses:  # engines return 404 until they know the id
-                await running.client.post("/abort_request", json={"rid": "mine"})
-                await trio.sleep(0.05)
+        with trio.fail_after(PATIENCE_SECS):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask)
+                await running.until(
+                    "/workers",
+                    lambda body: any(
+                        worker["in_flight"]
+                        for worker in body["workers"]
+                        if worker["role"] == "decode"
+                    ),
+                )
+                while not responses:  # engines return 404 until they know the id
+                    await running.client.post("/abort_request", json={"rid": "mine"})
+                    await trio.sleep(0.05)
         meta = responses[0].json()["meta_info"]
         assert meta["finish_reason"]["type"] == "abort"
         assert meta["id"] == "mine"

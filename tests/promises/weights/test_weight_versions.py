@@ -1,6 +1,7 @@
 """Responses have a weight version, requests may require one, and updates hold requests."""
 
 import json
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
@@ -18,7 +19,7 @@ from tests.promises.support.fakes import (
     fake_workers,
     resetting,
 )
-from tests.promises.support.fleet_program import program, toml
+from tests.promises.support.fleet_program import PATIENCE_SECS, program, toml
 
 pytestmark = pytest.mark.usefixtures("soon")
 GOOD = answering(counted(b"good"))
@@ -116,9 +117,7 @@ async def test_a_stream_that_spans_an_update_is_logged_and_counted():
         assert (line["weight_version"], line["weight_epoch"]) == ("v1", 1)
         assert line["weight_version_end"] == "v2"
         assert opened.dataplane.status()["answers_across_versions"] == 1
-        worker.released = trio.Event()
-        worker.released.set()
-        await ask(client, body=STREAMED)
+        await ask(client, body=STREAMED)  # the worker sends all of it at once
         await until(lambda: len(opened.log.records) == 2)
         assert (opened.last["weight_version"], opened.last["weight_version_end"]) == ("v2", None)
         assert opened.dataplane.status()["answers_across_versions"] == 1
@@ -294,26 +293,35 @@ async def test_an_update_holds_requests_until_the_new_weights(tmp_path):
             assert [response.headers["x-omni-weight-epoch"] for response in responses] == ["1"] * 3
 
 
-async def test_an_update_sheds_or_passes_requests_as_configured(tmp_path):
+@asynccontextmanager
+async def updating(tmp_path, rule):
+    """A program whose only worker is being updated, with this rule of `while_updating`."""
     file = tmp_path / "proxy.toml"
     async with engines(1) as (engine,):
-        for rule in ("shed", "pass"):
-            file.write_text(config_of([engine], f"[weight_sync]\nwhile_updating = '{rule}'\n"))
-            engine.wait_at("/update_weights_from_disk")
-            async with program("--config", file) as running, trio.open_nursery() as nursery:
-                await running.until_routable(engine)
-                nursery.start_soon(update, running)
+        file.write_text(config_of([engine], f"[weight_sync]\nwhile_updating = '{rule}'\n"))
+        engine.wait_at("/update_weights_from_disk")
+        async with program("--config", file) as running, trio.open_nursery() as nursery:
+            await running.until_routable(engine)
+            nursery.start_soon(update, running)
+            with trio.fail_after(PATIENCE_SECS):
                 await engine.asked["/update_weights_from_disk"].wait()
-                response = await running.ask()
-                if rule == "shed":
-                    assert response.headers["retry-after"] == "1"
-                    assert response.json()["error"]["code"] == "weights_updating"
-                    body = (await running.client.post("/explain", content=CHAT)).json()
-                    assert body["refusal"]["code"] == "weights_updating"
-                    assert body["workers"][0]["reasons"] == ["held: updating"]
-                else:
-                    assert response.status_code == 200
-                engine.gates["/update_weights_from_disk"].set()
+            yield running
+            engine.gates["/update_weights_from_disk"].set()
+
+
+async def test_an_update_sheds_requests_if_so_configured(tmp_path):
+    async with updating(tmp_path, "shed") as running:
+        response = await running.ask()
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert response.json()["error"]["code"] == "weights_updating"
+        body = (await running.client.post("/explain", content=CHAT)).json()
+        assert body["refusal"]["code"] == "weights_updating"
+        assert body["workers"][0]["reasons"] == ["held: updating"]
+
+
+async def test_requests_pass_during_an_update_if_so_configured(tmp_path):
+    async with updating(tmp_path, "pass") as running:
+        assert (await running.ask()).status_code == 200
 
 
 async def test_a_request_waits_for_the_epoch_that_it_requires(tmp_path):
