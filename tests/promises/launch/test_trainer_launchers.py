@@ -13,6 +13,7 @@ import pytest
 import trio
 
 from tests.ports import free_port
+from tests.promises.support.sync_program import PATIENCE_SECS
 from tests.promises.support.tiny_fleet import replicas
 from tests.tree import ROOT
 
@@ -60,25 +61,29 @@ async def trained(framework, tmp_path, new_weights, *engine_arguments):
 
 async def until_healthy(engines):
     async with httpx.AsyncClient(trust_env=False, verify=False) as client:
-        for engine in engines:
-            while True:
-                try:
-                    if (await client.get(f"{engine.url}/health")).status_code == 200:
-                        break
-                except httpx.TransportError:
-                    pass
-                await trio.sleep(0.05)
+        with trio.fail_after(PATIENCE_SECS):
+            for engine in engines:
+                while not await is_healthy(client, engine):
+                    await trio.sleep(0.05)
+
+
+async def is_healthy(client, engine):
+    try:
+        return (await client.get(f"{engine.url}/health")).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 async def until_closed(port):
     """Waits until the router's port is closed."""
-    while True:
-        try:
-            stream = await trio.open_tcp_stream("127.0.0.1", port)
-        except OSError:
-            return
-        await stream.aclose()
-        await trio.sleep(0.05)
+    with trio.fail_after(PATIENCE_SECS):
+        while True:
+            try:
+                stream = await trio.open_tcp_stream("127.0.0.1", port)
+            except OSError:
+                return
+            await stream.aclose()
+            await trio.sleep(0.05)
 
 
 def workers_by_session(samples):

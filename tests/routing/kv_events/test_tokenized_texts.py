@@ -2,7 +2,7 @@
 
 import pytest
 
-from omni_proxy.routing.kv_events import tokenized_texts as tested
+from omni_proxy.routing.kv_events import tokenized_texts
 from omni_proxy.routing.kv_events.block_keys import block_keys
 from omni_proxy.routing.kv_events.tokenized_texts import (
     BUDGET_SECS,
@@ -50,12 +50,12 @@ def test_a_text_with_a_known_beginning_has_the_tokens_of_that_beginning():
 
 
 def test_the_oldest_texts_are_dropped_first(monkeypatch):
-    monkeypatch.setattr(tested, "MAX_TEXTS", 3)
+    monkeypatch.setattr(tokenized_texts, "MAX_TEXTS", 3)
     texts = [bytes([mark]) * 5000 for mark in b"abcde"]
     known = known_texts(*texts)
     assert len(known) == 3
     assert [find(known, text) is not None for text in texts] == [False, False, True, True, True]
-    monkeypatch.setattr(tested, "MAX_TOKENS", 2500)
+    monkeypatch.setattr(tokenized_texts, "MAX_TOKENS", 2500)
     known.add(request(b"f" * 5000), range(1250))
     assert [find(known, text) is not None for text in texts] == [False] * 4 + [True]
 

@@ -38,9 +38,11 @@ async def test_a_worker_series_and_a_longer_range_can_be_selected(api):
     assert (body["step_secs"], body["worker"]) == (120, B)
     assert list(body["series"]) == ["first_p50_ms", "in_flight"]
     assert set(body["series"]["first_p50_ms"]) == {None}
+    body = await history(api, f"?secs=21600&series=first_p50_ms&worker={A}")
+    assert any(body["series"]["first_p50_ms"])
 
 
-async def test_history_by_worker(api):
+async def test_by_worker_each_worker_has_its_own_series(api):
     record_history(api)
     a, b = (await history(api, "?by=worker&series=first_p50_ms"))["workers"]
     assert (a["url"], b["url"]) == (A, B)
