@@ -196,5 +196,5 @@ async def test_a_fleet_of_both_dialects_is_paused_by_the_routes_of_each(mixed, t
         assert (status, set(body["weight_versions"].values())) == (200, {"step-1"})
         assert (await seen.get_json("/weight_info"))["weight_version"] == "step-1"
         done = await trainers.one().tell("transfer", url=mixed.url, seed=1, version="v1")
-        assert "cannot be a rank" in done["why"]
+        assert "cannot be ranks of a vLLM" in done["why"]
         await seen.ready()
