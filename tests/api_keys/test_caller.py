@@ -1,4 +1,4 @@
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from omni_proxy.api_keys.caller import ApiCaller, LocalRows, slot_totals
@@ -116,6 +116,7 @@ def test_deferred_counts_keep_the_limits_and_are_in_all_totals(max_inflight, ste
 @given(
     st.integers(1, 6), st.integers(0, 3), st.lists(st.tuples(STEP_SECS, st.booleans()), max_size=60)
 )
+@example(1, 0, [(secs, False) for secs in (0.0, 3.0, 59.9, 0.49, 59.9, 0.0)])
 def test_requests_between_two_publications_keep_the_limits(rate, max_inflight, steps):
     """Compared with a list of the times at which requests began."""
     caller, now, running = caller_of(requests_per_minute=rate, max_inflight=max_inflight), START, 0
@@ -132,7 +133,8 @@ def test_requests_between_two_publications_keep_the_limits(rate, max_inflight, s
         elif refusal == "max_inflight":
             assert running == max_inflight
         else:
-            assert sum(each >= now - 60.5 for each in began) == rate
+            # A request leaves the window at most half a second late.
+            assert sum(each >= now - 60.5 for each in began) >= rate
         if pause > 3:
             caller.publish()
 
