@@ -11,6 +11,7 @@ not wait for a lock that the loop's thread may hold.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ _log = logging.getLogger(__name__)
 STALL_SECS: Final = 1.0
 HEARTBEAT_SECS: Final = 0.1
 CHECK_SECS: Final = 0.25
+SCHEDSTAT_BYTES: Final = 128
 STALL_EVENT: Final = "event_loop_stalled"  # name of the log event
 
 
@@ -142,8 +144,12 @@ def cpu_wait_secs(native_id: int) -> float:
     proc(5), /proc/pid/schedstat; 0.0 from a kernel that does not count it.
     """
     try:
-        with open(f"/proc/self/task/{native_id}/schedstat", "rb") as file:
-            return int(file.read().split()[1]) / 1e9
+        # Without a file object, which makes four times the system calls: this runs beside the loop.
+        file = os.open(f"/proc/self/task/{native_id}/schedstat", os.O_RDONLY)
+        try:
+            return int(os.read(file, SCHEDSTAT_BYTES).split()[1]) / 1e9
+        finally:
+            os.close(file)
     except (OSError, IndexError, ValueError):
         return 0.0
 
