@@ -149,7 +149,7 @@ class PrefixNotes:
         self.pending += len(new)
         self._pending.setdefault(target_key, []).extend(new)
         if self._count > MAX_PUBLISHED:
-            largest = max(self._published, key=lambda target_key: len(self._published[target_key]))
+            largest = max(self._published, key=lambda key: len(self._published[key]))
             oldest = self._published[largest]
             for prefix_hash in list(islice(oldest, FORGOTTEN)):
                 del oldest[prefix_hash]

@@ -253,7 +253,8 @@ class Members:
             await self._remove(member)
 
     async def _remove(self, member: str) -> None:
-        """Remove a member: it is silent for too long, or not what listens at its address."""
+        """Remove a member: it has been silent for too long, or another program listens at its
+        address."""
         _log.info("cluster_member_removed member=%s", member)
         self.forget(member)
         if self._connection is not None:

@@ -85,8 +85,8 @@ class SourceEndpoints:
         changed = []
         for uid in [uid for uid in self._by_uid if uid not in endpoints]:
             changed += self.put(uid, (), reason, now)
-        for uid, seen in endpoints.items():
-            changed += self.put(uid, seen, reason, now)
+        for uid, reported in endpoints.items():
+            changed += self.put(uid, reported, reason, now)
         return changed
 
     def forget(self, endpoint: SourceEndpoint) -> None:

@@ -1,7 +1,7 @@
 """The keys of callers in all processes, and their usage, which is counted in shared memory.
 
 Invariant: new keys apply in the main process immediately, and in the others with their next
-snapshot. The memory is created with the first key, or with the first data-plane process.
+snapshot. The memory is created when it is first needed: for a key, or for a data-plane process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SharedKeys:
 
     @property
     def counters(self) -> KeyCounters:
-        """Created by the first access. Raises OSError."""
+        """The shared memory, which the first access creates. Raises OSError."""
         if self._counters is None:
             self._counters = KeyCounters.create()
         return self._counters

@@ -126,9 +126,10 @@ class CachePrediction(Struct):
     """What the worker is predicted to have cached of a prompt.
 
     With `text`, its position in the tree: the prompt's text has `length` bytes after `start` other
-    bytes, and `text.held` bytes are cached. Without it: `held` of `length` tokens. With a length of
-    0 the prediction can't be compared. `before`: texts used at this number or later may have been
-    in flight when the prompt was sent. `former`: prediction of another policy, for the other leg.
+    bytes, and `text.held` bytes are cached. Without it: `cached_tokens` of `length` tokens. With a
+    length of 0 the prediction can't be compared. `before`: texts used at this number or later may
+    have been in flight when the prompt was sent. `former`: prediction of another policy, for the
+    other leg.
     """
 
     learner: CacheLearner
@@ -137,7 +138,7 @@ class CachePrediction(Struct):
     text: InsertedText | None
     start: int
     length: int
-    held: int
+    cached_tokens: int
     number: int
     uncached: int = 0
     before: int = 0

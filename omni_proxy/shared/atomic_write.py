@@ -13,8 +13,9 @@ from pathlib import Path
 def replace_file(path: Path, data: bytes, temporary: Path, mode: int = 0o666) -> None:
     """Write `temporary`, in the same folder and with no other writer, and rename it to `path`.
 
-    `mode`: of a new file, without the bits of the umask. Raises OSError; the old file is then
-    unchanged and `temporary` removed.
+    `mode`: of a new file, without the bits of the umask. Raises OSError; `temporary` is then
+    removed, and the old file unchanged, unless only the sync of the folder failed: then the new
+    content is in place, but may not survive a crash.
     """
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
@@ -23,7 +24,7 @@ def replace_file(path: Path, data: bytes, temporary: Path, mode: int = 0o666) ->
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)

@@ -24,3 +24,30 @@ def test_a_failed_write_keeps_the_old_content_and_leaves_no_temporary(
     with pytest.raises(OSError):
         replace_file(path, b"new", temporary)
     assert (path.read_bytes(), os.listdir(tmp_path)) == (b"old", ["file"])
+
+
+def test_if_only_the_folder_is_not_synced_the_new_content_is_in_place(tmp_path, monkeypatch):
+    path, temporary, fsync = tmp_path / "file", tmp_path / "file.new", os.fsync
+    replace_file(path, b"old", temporary)
+
+    def fail_for_folders(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError("no")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_for_folders)
+    with pytest.raises(OSError, match="no"):
+        replace_file(path, b"new", temporary)
+    assert (path.read_bytes(), os.listdir(tmp_path)) == (b"new", ["file"])
+
+
+def test_a_write_that_is_interrupted_leaves_no_temporary(tmp_path, monkeypatch):
+    path, temporary = tmp_path / "file", tmp_path / "file.new"
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        replace_file(path, b"new", temporary)
+    assert os.listdir(tmp_path) == []

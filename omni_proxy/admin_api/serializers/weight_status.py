@@ -1,4 +1,4 @@
-"""The JSON of GET /weights/status; its keys are documented in docs/http.md.
+"""The JSON of GET /weights; its keys are documented in docs/http.md.
 
 Invariant: it waits for nothing and changes nothing.
 """

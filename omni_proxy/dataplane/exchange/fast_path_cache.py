@@ -81,7 +81,8 @@ class CachedRequest:
         )
         # Raises HttpError for a body that can't take the fast path.
         self.decode = decode_unless_ranked if source.has_ranks else decode_body
-        # For a body in ASCII, without the frame of `decode_body`. It also raises MALFORMED.
+        # For a body in ASCII, without the frame of `decode_body`. It also raises MALFORMED, for a
+        # body that only `decode_body` accepts (NaN, a lone surrogate): the coroutine handles it.
         self.decode_ascii = self.decode if source.has_ranks else decode_strict
 
 

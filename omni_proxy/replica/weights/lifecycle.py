@@ -273,7 +273,8 @@ class Lifecycle:
         """
         open_update, scheduler = self.open_update, self._scheduler
         if open_update is None:
-            details = "no weight update is open; call begin_weight_update() first"
+            # SGLang's text, as trainers may compare it.
+            details = "no weight-update session is open; call begin_weight_update() first"
             return False, details, {}, details
         active = scheduler.active_ids()
         if active and not scheduler.paused and not running:

@@ -258,7 +258,9 @@ class WeightActions:
         if selector not in SELECTORS:
             return failure(f"there is no {selector!r} model here: selector must be all or target")
         if self._lifecycle.open_update is not None:
-            return failure("a weight update is already open; call end_weight_update() first")
+            return failure(  # SGLang's text
+                "a weight-update session is already open; call end_weight_update() first"
+            )
         self._lifecycle.begin_update()
         return True, "Succeeded to begin weight update.", {"selector": selector}, None
 

@@ -134,7 +134,7 @@ class CacheFeedback:
         if text is None:
             if not length:
                 return None
-            predicted = min(prediction.held, prompt)
+            predicted = min(prediction.cached_tokens, prompt)
             reports.note(predicted, cached)
             # The prediction was by KV events, not by the tree: there is nothing to correct.
             self._judge(prediction, agrees=predicted <= cached + BLOCK_TOKENS)

@@ -87,7 +87,7 @@ class VersionService:
             await self.proxy_rank.close()
 
     def status(self) -> dict[str, object]:
-        """JSON-ready: `store` in GET /weights/status."""
+        """JSON-ready: `store` in GET /weights."""
         current = self.store_service.current
         store = self.store_service.store
         return {

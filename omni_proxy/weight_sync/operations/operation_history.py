@@ -1,4 +1,4 @@
-"""The last operations, and counters over all: for GET /weights/status, metrics and tracing."""
+"""The last operations, and counters over all: for GET /weights, metrics and tracing."""
 
 from __future__ import annotations
 

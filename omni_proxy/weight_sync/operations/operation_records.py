@@ -1,4 +1,4 @@
-"""JSON of operations: in GET /weights/status, in the history, and in the error after a wait.
+"""JSON of operations: in GET /weights, in the history, and in the error after a wait.
 
 The keys are documented in docs/http.md. Must not change anything.
 """

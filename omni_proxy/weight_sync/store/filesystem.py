@@ -83,7 +83,7 @@ def is_open_as(descriptor: int, path: Path) -> bool:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replaces a file atomically. Raises OSError; the old file is then unchanged."""
+    """Replaces a file atomically. Raises OSError as `atomic_write.replace_file` does."""
     atomic_write.replace_file(path, data, path.with_name(f"{path.name}.new"))
 
 

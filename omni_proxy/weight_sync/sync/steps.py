@@ -83,7 +83,11 @@ class SyncSteps:
         lifecycle.begin(owner, (request.host, request.port), ranges, participants)
         offsets = {rank_range.name: rank_range.offset for rank_range in ranges}
         return await self._join(
-            call, ranges, lambda m: m.init(body, offsets[m.name], request.world_size)
+            call,
+            ranges,
+            lambda participant: participant.init(
+                body, offsets[participant.name], request.world_size
+            ),
         )
 
     async def _join(
@@ -202,7 +206,9 @@ class SyncSteps:
         await self._record(call)
         await self._commit.quiesce(lifecycle.workers, call.route.name)
         timeouts = FanOutTimeouts(
-            limit_secs(config.receive_timeout_secs), GRACE_SECS, lambda m: m.destroy(call.body)
+            limit_secs(config.receive_timeout_secs),
+            GRACE_SECS,
+            lambda participant: participant.destroy(call.body),
         )
         return await self._fan_out_apply(call, participant_call, timeouts)
 

@@ -73,7 +73,9 @@ class TransferSteps(SyncSteps):
         )
         range_of = {rank_range.name: rank_range for rank_range in ranges}
         return await self._join(
-            call, ranges, lambda m: _transfer(m).join(request, range_of[m.name])
+            call,
+            ranges,
+            lambda participant: _transfer(participant).join(request, range_of[participant.name]),
         )
 
     async def start(self, call: AdminCall) -> AdminResponse:
@@ -86,7 +88,7 @@ class TransferSteps(SyncSteps):
         secs = limit_secs(lifecycle.config_store.config.admin.worker_timeout_secs)
         return await self._fan_out_apply(
             call,
-            lambda m: _transfer(m).call(call.route.path, call.body),
+            lambda participant: _transfer(participant).call(call.route.path, call.body),
             FanOutTimeouts(secs, GRACE_SECS),
             _touched_by_start,
         )
@@ -105,7 +107,7 @@ class TransferSteps(SyncSteps):
         first_rank = min(state.rank_range.offset for state in states)
         return await self._fan_out_apply(
             call,
-            lambda m: _transfer(m).receive(UPDATE_WEIGHTS, request, first_rank),
+            lambda participant: _transfer(participant).receive(UPDATE_WEIGHTS, request, first_rank),
             FanOutTimeouts(limit_secs(config.receive_timeout_secs), GRACE_SECS),
         )
 

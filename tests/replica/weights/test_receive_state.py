@@ -104,6 +104,7 @@ class ReceiveStateAgainstModel(RuleBasedStateMachine):
                     # Only an existing group can be in use.
                     self.receive_state.leave(name)
                     del self.groups[name]
+                    self.removed.discard(name)
             return
         assert (
             self.receive_state.complete_join

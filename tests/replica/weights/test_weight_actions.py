@@ -305,11 +305,13 @@ def test_a_failed_part_leaves_the_update_open_and_the_old_weights(stage):
 def test_an_update_is_opened_and_closed_once(stage):
     result = stage.admin("end_weight_update")
     assert not result.success
-    assert result.error.startswith("no weight update is open; ")
+    assert result.error.startswith("no weight-update session is open; ")
     assert stage.admin("begin_weight_update").success
     result = stage.admin("begin_weight_update")
     assert not result.success
-    assert result.error == ("a weight update is already open; call end_weight_update() first")
+    assert result.error == (
+        "a weight-update session is already open; call end_weight_update() first"
+    )
     assert stage.admin("end_weight_update").success
     assert not stage.admin("begin_weight_update", selector="draft").success
 

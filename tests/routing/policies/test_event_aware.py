@@ -206,7 +206,7 @@ def test_the_known_blocks_are_compared_with_the_reports_of_responses(index):
     assert policy.stats()["corrections"] == 0  # an exact state is not corrected by responses
     fleet[0].in_flight = 100  # so the other worker gets it, which has no block
     assert policy.pick(fleet, need) is fleet[1]
-    assert (need.prediction.worker, need.prediction.held) == (fleet[1], 0)
+    assert (need.prediction.worker, need.prediction.cached_tokens) == (fleet[1], 0)
 
 
 def test_without_feedback_there_is_no_prediction(index):

@@ -217,7 +217,7 @@ async def test_a_number_that_is_not_finite_is_a_422(tiny, number):
         (DISTRIBUTED, {"names": ["a"], "dtypes": ["float32"], "shapes": [[10**30]]}, "larger than"),
         (CHECK, {"action": "x"}, "Unsupported weights_checker action 'x'"),
         (CHECK, {"action": "compare"}, "requires snapshot first"),
-        ("/end_weight_update", {}, "no weight update is open"),
+        ("/end_weight_update", {}, "no weight-update session is open"),
         ("/destroy_weights_update_group", {}, "The group to be destroyed does not exist."),
     ],
 )
