@@ -382,12 +382,6 @@ class ApiCaller:
                 until = min(until, holds_until)
         return lines, until
 
-    def requests_used(self, now: float) -> int:
-        """Use of `requests_per_minute`, over all processes."""
-        self._add_to_windows()
-        self.until = -inf  # the window may be in another bucket
-        return self.request_window.used(now)
-
     def tokens_used(self, now: float) -> int:
         """Use of `tokens_per_minute`, over all processes."""
         if not self._is_shared and now < self.until:

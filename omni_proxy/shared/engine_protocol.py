@@ -1,4 +1,8 @@
-"""Names, defaults and limits of an engine's HTTP API on which the proxy and the replica agree."""
+"""Names, defaults and limits of an engine's HTTP API on which the proxy and the replica agree.
+
+Pure. Invariant: a value here is part of a protocol with other programs, or both sides fail if they
+differ. Must not have settings of only one of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Descriptors that are sent with bytes over Unix sockets (SCM_RIGHTS)."""
+"""Descriptors that are sent with bytes over Unix sockets (SCM_RIGHTS). Source: unix(7).
+
+Contract: a receiver owns the descriptors that it gets, and closes them; a sender keeps its own.
+Must not know the messages that the descriptors belong to.
+"""
 
 from __future__ import annotations
 

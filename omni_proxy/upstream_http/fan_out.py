@@ -1,4 +1,8 @@
-"""Fan-out: the same call for several items, concurrently."""
+"""Fan-out: the same call for several items, concurrently.
+
+Contract: there is one result for each item; a call that may fail returns its failure as a result.
+Must not know what is called.
+"""
 
 from __future__ import annotations
 

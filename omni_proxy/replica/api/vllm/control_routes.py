@@ -36,7 +36,6 @@ from omni_proxy.replica.kv_events.publisher_settings import vllm_sources
 PauseChoice = Literal["abort", "wait", "keep"]
 PAUSE_MODES: Final[tuple[PauseChoice, ...]] = ("abort", "wait", "keep")
 SLEEPING_PARTS: Final = ("weights", "kv_cache")
-SCHEDULING: Final = "scheduling"
 CONTROL_SECS: Final = 60.0
 WAIT_SECS: Final = 3600.0  # for running requests to end, and for a trainer
 SLEEP_LEVELS = ("0", "1", "2")
