@@ -109,7 +109,7 @@ def read_complete_response(
         head = take_load(fleet, pool, head)
     size = len(body)
     digits = LENGTHS[size][0] if size < CACHED_LENGTHS else length_lines(size)[0]
-    if head == b"".join((template.start, digits, template.end)):
+    if head == template.start + digits + template.end:
         return body or None
     cached = heads.find(head)
     if cached.plain:

@@ -76,13 +76,15 @@ class LeastRequest(Policy):
     the lowest (in_flight + 1) / weight is picked.
     """
 
-    __slots__ = ("_even", "_turn", "_twice", "_weights", "name")
+    __slots__ = ("_even", "_scans", "_turn", "_twice", "_weights", "name")
 
     def __init__(self) -> None:
         self.name = "least_request"
         self._turn = 0
         self._even: Sequence[Worker] | None = None  # a list known to hold equal weights only
         self._twice: list[Worker] = []  # `_even` repeated: a scan may start anywhere
+        # By start: the indexes in `_twice` of all others. Creating a range costs more than a scan.
+        self._scans: list[range | None] = []
         self._weights = CandidateWeights()
 
     def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
@@ -93,6 +95,7 @@ class LeastRequest(Policy):
                 return picked
             self._even = candidates
             self._twice = [*candidates, *candidates]
+            self._scans = [None] * len(candidates)
         count, offset = len(candidates), self._turn
         start = offset % count
         best: WorkerLoad = candidates[start]
@@ -101,7 +104,10 @@ class LeastRequest(Policy):
         if fewest > 0:
             twice, place = self._twice, start
             worker: WorkerLoad
-            for index in range(start + 1, start + count):
+            scan = self._scans[start]
+            if scan is None:
+                scan = self._scans[start] = range(start + 1, start + count)
+            for index in scan:
                 worker = twice[index]
                 load = worker.in_flight + worker.load_offset
                 if load < fewest:
