@@ -63,6 +63,7 @@ from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 
 _BLANK: Final = b"\r\n\r\n"
+_BRACE: Final = b"{"  # of a JSON object: to search for it is faster than for the blank line
 # Errors that the coroutine handles. Cython compiles no `*` in an `except` clause.
 _REFUSALS: Final = (HttpError, *MALFORMED)
 
@@ -136,8 +137,7 @@ class FastPath(EventHandler):
 
     def _head(self, exchange: Exchange) -> RequestHead:
         """The whole head of the request. Also sets the body of `exchange`."""
-        top, _, body = self._request.partition(_BLANK)
-        lines = self.cached.template.match(top, length_lines(len(body))[0])
+        lines, body, _ = self._match_at_blank_line(self._request)
         assert lines is not None
         head = msgspec.structs.replace(
             self.cached.head,
@@ -149,6 +149,12 @@ class FastPath(EventHandler):
         if exchange.trace is None and self.cached.tracing is not None:
             exchange.trace = UNSAMPLED  # for further attempts
         return head
+
+    def _match_at_blank_line(self, request: bytes) -> tuple[list[bytes] | None, bytes, bytes]:
+        """The lines to forward, None if the head does not match; the body and its length line."""
+        head, blank, body = request.partition(_BLANK)
+        digits, length_line = length_lines(len(body))
+        return self.cached.template.match(head + blank, digits), body, length_line
 
     def _sent(self) -> SentRequest | None:
         """The request that was sent to the worker; None if nothing was sent."""
@@ -181,11 +187,14 @@ class FastPath(EventHandler):
         set if the exchange has begun."""
         cached, io = self.cached, self._io
         template, services = cached.template, io.services
-        head, blank, body = chunk.partition(_BLANK)
+        brace = chunk.find(_BRACE)
+        body = chunk[brace:]
         size = len(body)
         digits, length_line = LENGTHS[size] if size < CACHED_LENGTHS else length_lines(size)
-        lines = template.match(head, digits)
-        if lines is None or not blank or cached.source is not io.settings.fast_path_cache:
+        lines = template.match(chunk[:brace], digits)
+        if lines is None:  # a brace in the head, white space before the body, or another head
+            lines, body, length_line = self._match_at_blank_line(chunk)
+        if lines is None or cached.source is not io.settings.fast_path_cache:
             return False
         try:
             plain = read_plain_body(cached.route, body) if cached.reads_plain_body else None
@@ -196,7 +205,7 @@ class FastPath(EventHandler):
                 set_alias(balancer.aliases, need, cached.route, body, cached.head)
             exchange = self._spare or self._new_exchange()
             exchange.recycle(io.loop.now)
-            exchange.bytes_in = size
+            exchange.bytes_in = len(body)
             if (caller := cached.caller) is not None:
                 # inlined: begin_complete_call
                 if caller.begun < caller.fast_path_bound and exchange.started_at < caller.until:
@@ -211,10 +220,9 @@ class FastPath(EventHandler):
             head_id = lines[template.id_index] if template.id_index > 0 else cached.head.request_id
             exchange.request_id = head_id or id_from_body(need)
             is_special = set_requirements(io, exchange, need, lines, body)
-            exchange.trace = None
+            exchange.trace, exchange.policy = None, balancer.policy.name
             if cached.tracing is not None:
                 self._begin_trace(exchange, lines, cached.tracing)
-            exchange.policy = balancer.policy.name
             target = worker = balancer.acquire(exchange)
             if is_special or exchange.rank is not None:
                 if exchange.legs is not None:
@@ -224,8 +232,7 @@ class FastPath(EventHandler):
         except _REFUSALS:
             return False
         pool = services.pools.known.get(target) or services.pools.of(target)
-        upstream = pool.reuse(self)
-        if upstream is None:
+        if (upstream := pool.reuse(self)) is None:
             return False
         io.upstream = self.waiting_on = upstream
         self._pool = pool

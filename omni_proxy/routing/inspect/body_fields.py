@@ -44,11 +44,12 @@ CONSTANT_GROWTH: Final = 6  # the largest factor by which the replacements are l
 class BodyFields(msgspec.Struct, gc=False):
     """The fields that are read; all others are skipped. Raw fields of length 0 are absent."""
 
+    # The decoder compares a key first with the field after the last one that it found.
     model: str | None = None
+    messages: msgspec.Raw = ABSENT
     stream: bool | None = None
     request_id: str | None = None
     stream_format: msgspec.Raw = ABSENT
-    messages: msgspec.Raw = ABSENT
     prompt: msgspec.Raw = ABSENT
     text: msgspec.Raw = ABSENT
     input_ids: msgspec.Raw = ABSENT

@@ -90,7 +90,7 @@ def _steps(
         same = before + beginning
         steps.append((same, len(same), forbidden, after.get(index)))
         done = index + 1
-    return tuple(steps), CRLF.join(lines[done:])
+    return tuple(steps), b"".join(line + CRLF for line in lines[done:]) + CRLF
 
 
 def name_of(field: bytes) -> bytes:
@@ -252,7 +252,7 @@ class _Template:
         known, template = self._head, self.template
         if known is None or template is None:
             return None
-        parts = template.match(head[:-4], length)
+        parts = template.match(head, length)
         if parts is None:
             return None
         return RequestHead(

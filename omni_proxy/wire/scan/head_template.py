@@ -20,8 +20,8 @@ class HeadTemplate:
     Each step leads to one value: the constant text since the value before it (with its line end)
     up to the colon of the value's field, the length of that text, the bytes that the value must
     not contain, and the text that is sent after the value: None for a field that is not forwarded,
-    such as the content-length, which the proxy writes. `last` is the text after the last value,
-    without the blank line.
+    such as the content-length, which the proxy writes. `last` is the text after the last value and
+    its line end, with the blank line.
     """
 
     __slots__ = ("counted", "first", "id_index", "last", "steps")
@@ -31,6 +31,8 @@ class HeadTemplate:
     ) -> None:
         if not all(same for same, *_ in steps):
             raise ValueError("a step without the text before its value")
+        if not last.endswith(_CRLF):
+            raise ValueError("a template without the blank line")
         self.first = first  # the forwarded lines up to their first varying value
         self.steps = steps
         self.last = last
@@ -38,7 +40,7 @@ class HeadTemplate:
         self.id_index = id_index  # index of the request id in the parts; -1: it does not vary
 
     def match(self, head: bytes, length: bytes | None) -> list[bytes] | None:
-        """The lines to forward, in parts, for a head without its blank line.
+        """The lines to forward, in parts, for a head with its blank line.
 
         None if the head does not match, its content-length is not `length`, or a value is empty or
         not plainly well-formed.

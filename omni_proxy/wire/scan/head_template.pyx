@@ -27,6 +27,8 @@ cdef bint _holds(const char *text, Py_ssize_t size, bytes forbidden) noexcept:
 cdef class HeadTemplate:
     def __init__(self, bytes first not None, tuple steps not None, bytes last not None,
                  *, counted, id_index):
+        if not last.endswith(b"\r\n"):
+            raise ValueError("a template without the blank line")
         for same, size, forbidden, after in steps:
             if not same or len(same) != size or forbidden.strip(bytes(range(0x21)) + b"\x7f"):
                 raise ValueError("not the step of a template")

@@ -161,6 +161,9 @@ def test_the_usage_of_a_response_is_counted_on_the_fast_path(listeners):
         chat_request(length=b"15"),
         chat_request(length=b"17"),
         chat_request(body=b"{"),
+        chat_request(body=b'[{"messages": 1}]'),
+        chat_request(body=b'"messages of 16"'),
+        chat_request(body=b"1"),
         b"\r\n" + chat_request(),
         chat_request() + chat_request(),
         chat_request() + b"POST",
@@ -174,6 +177,24 @@ def test_a_request_unlike_the_previous_ones_misses_the_fast_path(listeners, requ
         world.worker_responds(OK_RESPONSE)
 
     assert fast_path_counts(run_fast_and_slow(listeners, script, began=0, handed_over=0)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        chat_request(fields=(b'x-metadata: {"tier": 1}',)),
+        chat_request(body=b' {"messages": []}'),
+        chat_request(body=b'\r\n\r\n{"messages": []}'),
+    ],
+)
+def test_the_first_brace_need_not_begin_the_body(listeners, request_bytes):
+    def script(world, client):
+        for number in range(8):
+            world.began = 0 if number == 3 else world.began
+            world.client_sends(client, request_bytes)
+            world.worker_responds(OK_RESPONSE)
+
+    assert fast_path_counts(run_fast_and_slow(listeners, script, began=5, handed_over=0)) == (5, 0)
 
 
 @pytest.mark.parametrize("at", range(1, len(chat_request()), 7))

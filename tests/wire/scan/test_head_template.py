@@ -33,6 +33,7 @@ STEPS = st.lists(st.tuples(TEXTS.filter(bool), FORBIDDEN, st.none() | TEXTS), ma
 def test_both_implementations_match_the_same_heads(first, steps, last, values, noise, length):
     parts = tuple((same, len(same), forbidden, after) for same, forbidden, after in steps)
     options = {"counted": True, "id_index": -1}
+    last += b"\r\n"
     current = HeadTemplate(first, parts, last, **options)
     plain = PLAIN.HeadTemplate(first, parts, last, **options)
     values = [*values, b"12", b"x", b"12"]
@@ -46,4 +47,10 @@ def test_both_implementations_match_the_same_heads(first, steps, last, values, n
 @pytest.mark.parametrize("template", [HeadTemplate, PLAIN.HeadTemplate])
 def test_a_step_without_a_text_is_refused(template):
     with pytest.raises(ValueError, match="step"):
-        template(b"", ((b"", 0, CONTROLS, None),), b"", counted=True, id_index=-1)
+        template(b"", ((b"", 0, CONTROLS, None),), b"\r\n", counted=True, id_index=-1)
+
+
+@pytest.mark.parametrize("template", [HeadTemplate, PLAIN.HeadTemplate])
+def test_a_template_without_a_blank_line_is_refused(template):
+    with pytest.raises(ValueError, match="blank line"):
+        template(b"", ((b"a: ", 3, CONTROLS, None),), b"b: 1", counted=True, id_index=-1)
