@@ -1,5 +1,6 @@
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,12 +37,16 @@ def compression() -> str:
     return "9" if thorough() else "1"
 
 
+def folder_name(level: str) -> str:
+    return f"binary-{level}"
+
+
 @pytest.fixture(scope="module")
 def binary(request) -> Path:
     """Built once, and rebuilt when a source file is newer."""
     if importlib.util.find_spec("PyInstaller") is None:
         pytest.skip("PyInstaller is not installed: pip install 'omni-proxy[dev]'")
-    folder = request.config.cache.mkdir(f"binary-{compression()}")
+    folder = request.config.cache.mkdir(folder_name(compression()))
     built = folder / "omni-proxy"
     build_files = (
         "tools/build-binary",
@@ -137,6 +142,13 @@ def unpacked(process_id) -> Path:
     name = b"_PYI_APPLICATION_HOME_DIR="
     variable = next(variable for variable in environment if variable.startswith(name))
     return Path(os.fsdecode(variable.removeprefix(name)))
+
+
+def test_the_gate_builds_the_binary_in_the_folder_of_this_test():
+    """Otherwise this test builds another one, while the other tests run."""
+    gate = (ROOT / ".ci/run").read_text()
+    command = re.search(r"COMPRESSION_LEVEL=(\d) tools/build-binary \.pytest_cache/d/(\S+)", gate)
+    assert (command[1], command[2]) == ("1", folder_name("1"))
 
 
 async def test_the_binary_serves_a_stream_reloads_and_exits(binary, tmp_path):
