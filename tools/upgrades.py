@@ -28,6 +28,7 @@ import trio
 from wsproto import ConnectionType, WSConnection
 from wsproto.events import AcceptConnection, CloseConnection, Event, Ping, Request, TextMessage
 
+from omni_proxy.simulate.report import percentile
 from tools.http_requests import RequestReader
 
 EVENTS: Final = 40
@@ -213,11 +214,6 @@ def resources(pid: int) -> tuple[int, int]:
     return len(os.listdir(f"/proc/{pid}/fd")), int(resident[1]) // 1024 if resident else 0
 
 
-def percentile(millis: list[float], share: float) -> float:
-    ordered = sorted(millis)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
 async def upgrade(port: int) -> None:
     command = [sys.executable, "-m", "omni_proxy", "upgrade", "--url", f"http://127.0.0.1:{port}"]
     done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
@@ -241,7 +237,8 @@ async def measure(port: int, clients: int, upgrades: int, secs: float) -> Tally:
 
 
 def line(name: str, tally: Tally, secs: float) -> str:
-    half, most = percentile(tally.millis, 0.5), percentile(tally.millis, 0.99)
+    ordered = sorted(tally.millis)
+    half, most = percentile(ordered, 50), percentile(ordered, 99)
     return (
         f"{name}: {secs:.0f} s, {len(tally.millis)} requests, p50 {half:.1f} ms, "
         f"p99 {most:.1f} ms, "

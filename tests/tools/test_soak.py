@@ -58,11 +58,6 @@ def test_only_a_kill_shortly_before_excuses_a_broken_stream():
     assert not ledger.killed_since(110.0)
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.5, 51), (0.99, 100)])
-def test_percentiles_are_by_nearest_rank(share, expected):
-    assert report.percentile([float(n) for n in range(1, 101)], share) == expected
-
-
 def test_a_failed_check_is_marked_no():
     lines = [report.memory_line(100 * report.MIB, 0, 200 * report.MIB), report.none_of("x", [])]
     assert [line.holds for line in lines] == [False, True]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from omni_proxy.simulate.report import percentile
+
 MIB: Final = 1024 * 1024
 P99_SECS: Final = 1.0  # of requests that no update held, during the attack
 RSS_GROWTH: Final = 1.25  # the end may have this factor of the start, or this much more:
@@ -22,16 +24,11 @@ class Line:
     holds: bool = True
 
 
-def percentile(values: list[float], share: float) -> float:
-    """The percentile by nearest rank; 0 if there are no values."""
-    ranked = sorted(values)
-    return ranked[min(len(ranked) - 1, int(len(ranked) * share))] if ranked else 0.0
-
-
 def lines_of_times(times: dict[str, list[float]]) -> list[Line]:
     lines = []
     for phase, secs in sorted(times.items()):
-        p50, p99 = percentile(secs, 0.5), percentile(secs, 0.99)
+        ordered = sorted(secs)
+        p50, p99 = percentile(ordered, 50), percentile(ordered, 99)
         found = f"{len(secs)} requests, p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms"
         found += f", longest {max(secs) * 1000:.0f} ms"
         if phase == "siege":
