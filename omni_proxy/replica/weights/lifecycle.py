@@ -347,7 +347,7 @@ class Lifecycle:
         state = self.integrity.describe(self._scheduler.weight_version)
         match error:
             case WeightsError() | GroupError() | PeerError():
-                message = f"{str(error).rstrip('.')}. Nothing was changed: {state}"
+                message = self.with_state(str(error))
             case ApplyError():
                 message = f"The swap failed and was undone: {state}. {error}"
             case DamagedWeightsError():
@@ -356,11 +356,16 @@ class Lifecycle:
                 message = f"The weights are damaged: update them before you continue. {error}"
             case _:
                 log.error("weight_update_failed", exc_info=error)
-                message = f"{type(error).__name__}: {error}. Nothing was changed: {state}"
+                message = self.with_state(f"{type(error).__name__}: {error}")
         if options.keep_pause or options.pause_on_failure:
             self._hold()
         status = {"status_code": error.status} if isinstance(error, CallOutOfOrder) else {}
         return False, message, self._data(options, 0, None) | status | dict(details), message
+
+    def with_state(self, error: str) -> str:
+        """The error of an update that changed nothing, with the state of the weights."""
+        state = self.integrity.describe(self._scheduler.weight_version)
+        return f"{error.rstrip('.')}. Nothing was changed: {state}"
 
     def _data(self, options: UpdateOptions, dropped: int, flushed: bool | None) -> dict[str, Any]:
         return {

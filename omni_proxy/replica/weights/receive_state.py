@@ -74,6 +74,13 @@ class CallOutOfOrder(GroupError):
         self.status = status
 
 
+class PreparedUpdateFailed(CallOutOfOrder):
+    """The completion of an update that failed after it was prepared."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(f"the prepared weights update has failed: {fault}")
+
+
 @dataclass(frozen=True, slots=True)
 class GroupMembership:
     """A group that this replica has joined or is joining; `rank` is the replica's first rank."""
@@ -221,9 +228,7 @@ class ReceiveState:
         """Begin the completion of the prepared transfer and return it."""
         transfer = self.transfer
         if transfer is None and group_name in self._ended:
-            raise CallOutOfOrder(
-                f"the prepared weights update has failed: {self._ended[group_name]}"
-            )
+            raise PreparedUpdateFailed(self._ended[group_name])
         if transfer is None:
             raise CallOutOfOrder(
                 "no weights update is prepared: call prepare_weights_update before "
@@ -235,7 +240,7 @@ class ReceiveState:
                 f"{group_name!r}"
             )
         if transfer.fault:
-            raise CallOutOfOrder(f"the prepared weights update has failed: {transfer.fault}")
+            raise PreparedUpdateFailed(transfer.fault)
         if transfer.completing or self._state is ReceivePhase.ARMING:
             doing = "completed" if transfer.completing else "prepared"
             raise CallOutOfOrder(

@@ -19,7 +19,11 @@ from omni_proxy.replica.pipeline.stage_messages import Admin
 from omni_proxy.replica.text.operations import BackgroundStep, PeerError, Steps
 from omni_proxy.replica.weights.lifecycle import Lifecycle, StagingSteps, UpdateOptions
 from omni_proxy.replica.weights.live_tensors import StagedTensors, WeightsError
-from omni_proxy.replica.weights.receive_state import OUT_OF_ORDER_STATUS, CallOutOfOrder
+from omni_proxy.replica.weights.receive_state import (
+    OUT_OF_ORDER_STATUS,
+    CallOutOfOrder,
+    PreparedUpdateFailed,
+)
 from omni_proxy.replica.weights.trainer_groups import (
     MAX_DEADLINE_SECS,
     ArmRequest,
@@ -78,7 +82,10 @@ class TwoPhase:
             current = self._sync.completing(name)
         except GroupError as refusal:
             status = refusal.status if isinstance(refusal, CallOutOfOrder) else OUT_OF_ORDER_STATUS
-            return False, str(refusal), {"group_name": name, "status_code": status}, str(refusal)
+            message = str(refusal)
+            if isinstance(refusal, PreparedUpdateFailed):  # it failed before this call
+                message = self._lifecycle.with_state(message)
+            return False, message, {"group_name": name, "status_code": status}, message
         # If this field is missing, don't flush: unlike SGLang, which flushes by default.
         options = UpdateOptions.of(
             payload, pause_on_failure=False, flush_cache=False, whole=current.whole
