@@ -190,7 +190,9 @@ class Members:
         try:
             listeners = await trio.open_tcp_listeners(0, host=host)
         except OSError as error:
-            _log.warning("cluster_calls_disabled host=%s error=%s", host, str(error))
+            _log.warning(
+                "cluster_calls_disabled host=%s error=%s was=cluster_calls_off", host, str(error)
+            )
             task_status.started()
             return
         port = listeners[0].socket.getsockname()[1]
@@ -255,7 +257,7 @@ class Members:
     async def _remove(self, member: str) -> None:
         """Remove a member: it has been silent for too long, or another program listens at its
         address."""
-        _log.info("cluster_member_removed member=%s", member)
+        _log.info("cluster_member_removed member=%s was=cluster_member_gone", member)
         self.forget(member)
         if self._connection is not None:
             with suppress(StoreError):

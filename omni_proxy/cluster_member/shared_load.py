@@ -116,13 +116,17 @@ class SharedLoad:
     def leave(self, member: str) -> None:
         """A peer has deregistered."""
         if member in self.counts.peers:
-            _log.info("cluster_peer_signed_off peer=%s", member)
+            _log.info("cluster_peer_signed_off peer=%s was=cluster_peer_left", member)
             self._count(self.counts.leave(member))
 
     def expire(self, now: float, secs: float) -> None:
         """Remove peers that sent nothing for `secs`."""
         for name, changed in self.counts.expire(now, secs).items():
-            _log.warning("cluster_peer_lease_expired peer=%s: no message for %gs", name, secs)
+            _log.warning(
+                "cluster_peer_lease_expired peer=%s was=cluster_peer_gone: no message for %gs",
+                name,
+                secs,
+            )
             self._count(changed)
 
     def smooth(self, table: ClusterConfig) -> None:

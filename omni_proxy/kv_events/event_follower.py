@@ -244,7 +244,10 @@ class EventFollower:
             elif find_spec(KV_EVENTS_MODULE) is None:
                 self._show_all("degraded", f"pyzmq is not installed: {KV_EVENTS_INSTALL}")
                 if not missing_logged:
-                    _log.error("kv_events_unavailable missing=pyzmq hint=%s", KV_EVENTS_INSTALL)
+                    _log.error(
+                        "kv_events_unavailable missing=pyzmq hint=%s was=kv_events_impossible",
+                        KV_EVENTS_INSTALL,
+                    )
                 missing_logged = True
             else:
                 await self._run_process()

@@ -281,7 +281,11 @@ class DataPlaneProcess:
         try:
             dataplane.prepare(config)()
         except (OSError, ConfigError) as error:  # changed since the main process read them
-            _log.error("certificate_reload_failed file=%s error=%s", server.tls_cert, error)
+            _log.error(
+                "certificate_reload_failed file=%s error=%s was=certificates_not_reloaded",
+                server.tls_cert,
+                error,
+            )
             dataplane.apply_without_listeners(config)
         lines = self._lines
         dataplane.recorders.access_log = lines.access if server.access_log != OFF else None

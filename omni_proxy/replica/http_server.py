@@ -122,7 +122,9 @@ class ReplicaServer:
         with trio.move_on_after(secs):
             await self._all_closed.wait()
         if self._streams:
-            log.warning("replica_drain_timeout connections_reset=%d", len(self._streams))
+            log.warning(
+                "replica_drain_timeout connections_reset=%d was=drain_timeout", len(self._streams)
+            )
         for stream in list(self._streams):
             _reset(stream)
         with trio.move_on_after(RESET_SECS):
@@ -139,7 +141,10 @@ class ReplicaServer:
                 stream,  # type: ignore[arg-type]
             )
         except Exception as error:  # client input must not end the server (hypercorn #225)
-            log.warning("replica_connection_failed error=%s", repr(first_leaf_error(error)))
+            log.warning(
+                "replica_connection_failed error=%s was=connection_failed",
+                repr(first_leaf_error(error)),
+            )
         finally:
             self._streams.discard(stream)
             self._check_all_closed()
@@ -212,12 +217,16 @@ class _ServerLifecycle:
         """The first signal starts the drain, the second one cuts connections and stages."""
         async for number in signals:
             if self.stopping.is_set():
-                log.warning("shutdown_aborted signal=%s", signal.Signals(number).name)
+                log.warning(
+                    "shutdown_aborted signal=%s was=second_signal", signal.Signals(number).name
+                )
                 self.scope.cancel()
                 if self.runtime is not None:
                     self.runtime.stop_waiting()
             else:
-                log.info("replica_drain_started signal=%s", signal.Signals(number).name)
+                log.info(
+                    "replica_drain_started signal=%s was=drain_started", signal.Signals(number).name
+                )
                 self.stopping.set()
 
     async def serve(

@@ -216,7 +216,11 @@ async def drain_cordoned(workers: Iterable[Worker], timeout_secs: float, operati
         await wait_idle(cordoned)
     if scope.cancelled_caught:
         in_flight = sum(worker.in_flight for worker in cordoned)
-        _log.info("operation_drain_timeout operation=%s in_flight=%d", operation, in_flight)
+        _log.info(
+            "operation_drain_timeout operation=%s in_flight=%d was=drain_timeout",
+            operation,
+            in_flight,
+        )
 
 
 async def wait_idle(workers: Iterable[Worker], *, poll_secs: float = POLL_SECS) -> None:

@@ -49,7 +49,11 @@ class CertificateFiles(Generic[Loaded]):
         try:
             loaded = self.load()
         except (ConfigError, PemError, OSError) as error:
-            _log.error("certificate_reload_failed file=%s error=%s", file, error)
+            _log.error(
+                "certificate_reload_failed file=%s error=%s was=certificates_not_reloaded",
+                file,
+                error,
+            )
             self.signatures, self.error = signatures, str(error)
             return None
         if signatures != self.signatures_now():

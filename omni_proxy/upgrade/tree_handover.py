@@ -104,4 +104,4 @@ async def _until_acknowledged(waiting: list[tuple[ProcessHandle, int]], secs: fl
             await handle.wait_acknowledged(number)
     if scope.cancelled_caught:
         late = [handle.index for handle, number in waiting if handle.acked < number]
-        _log.warning("prefix_tree_timeout processes=%s secs=%g", late, secs)
+        _log.warning("prefix_tree_timeout processes=%s secs=%g was=prefix_trees_late", late, secs)

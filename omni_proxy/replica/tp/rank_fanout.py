@@ -124,7 +124,9 @@ class RankFanOut:
             return
         operation = self._live.get(message.op_id)
         if operation is None:
-            log.warning("tp_message_ignored rank=%d op_id=%s", rank, message.op_id)
+            log.warning(
+                "tp_message_ignored rank=%d op_id=%s was=tp_answer_ignored", rank, message.op_id
+            )
             return
         if _damaged(message):
             self._leading.damaged()

@@ -93,7 +93,11 @@ class FleetView:
                 joined.append(await self.describe(worker))
             except CannotUpdate as error:
                 self._rejected[worker.url] = worker.health.epoch
-                _log.warning("rollout_worker_skipped worker=%s reason=%s", worker.url, str(error))
+                _log.warning(
+                    "rollout_worker_skipped worker=%s reason=%s was=rollout_left_out",
+                    worker.url,
+                    str(error),
+                )
         return joined
 
     async def describe(self, worker: Worker) -> RolloutWorker:

@@ -112,7 +112,7 @@ class StageOperations:
         operation = self._pending.get(result.op_id)
         if operation is None:
             log.warning(
-                "operation_result_late stage=%s action=%s message=%s",
+                "operation_result_late stage=%s action=%s message=%s was=operation_answer_late",
                 result.stage,
                 result.action,
                 result.message,
