@@ -316,7 +316,7 @@ class Metrics:
             return
         secs = ended - exchange.started_at
         index = bucket_of(FINE, secs)
-        if exchange.response_head_at != ended:  # never with `single_chunk`
+        if not exchange.single_chunk and exchange.response_head_at != ended:
             phases = cell.phases
             phases.head.counts[index] -= 1
             phases.head.sum -= secs

@@ -34,7 +34,7 @@ class InFlight:
         """Count the exchange, and `request_bytes` of its request. False, counting neither, if one
         of the bounds is reached."""
         limits, held_bytes = self._settings.limits, self.held_bytes + request_bytes
-        if request_bytes and held_bytes > limits.held:
+        if held_bytes > limits.held and request_bytes:
             return False
         before = self.in_flight
         if not limits.in_flight:

@@ -98,13 +98,14 @@ class Stream(PendingWriter):
         pending, send = self.pending, self.send
         if not pending:
             return
+        self.pending = b""
         try:
             sent = send(pending)
-            self.pending = b"" if sent == len(pending) else pending[sent:]
+            if sent < len(pending):
+                self.pending = pending[sent:]
         except BlockingIOError:
-            pass
+            self.pending = pending
         except OSError:
-            self.pending = b""
             self.readable = self.peer_closed = True
             task = self.task
             if task is not None and (task.waiting_on is self or task.waiting_on is ANY_STREAM):

@@ -289,8 +289,10 @@ def requirements_of_fields(route: Route, payload: BodyFields) -> Requirements:
     model, mask, stream = payload.model, route.mask, payload.stream is True
     if not model or not model.isascii() or len(model) > MAX_MODEL_CHARS:
         model, payload.model = _named(model), None
-    request_id = payload.request_id or ""
-    if len(request_id) > MAX_REQUEST_ID_CHARS:
+    request_id = payload.request_id
+    if request_id is None:
+        request_id = ""
+    elif len(request_id) > MAX_REQUEST_ID_CHARS:
         request_id, payload.request_id = "", None
     if stream:
         mask |= STREAMING
