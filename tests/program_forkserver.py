@@ -448,6 +448,8 @@ def _module_folders(environ: Mapping[str, str]) -> list[str]:
 def main(control: int, listener: int, stand_in: str, imported: list[str]) -> list[str] | None:
     for name in imported:
         importlib.import_module(name)
+    if validate := sys.modules.get("omni_proxy.config.validate"):  # each program would compute it
+        validate.type_of(sys.modules["omni_proxy.config.schema"].Config)
     # Imported modules are not garbage: a collection in a fork need not visit them, nor copy pages.
     gc.collect()
     gc.freeze()

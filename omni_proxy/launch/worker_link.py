@@ -38,15 +38,23 @@ class LaunchedWorkerLink:
         self._config_store = config_store
         self._prober = prober
         self.on_state_change = on_state_change  # of a replica
-        # Connect directly to the replica: proxies of the environment are for other hosts. Without
-        # TLS, httpx need not read all CA certificates, which would dominate the start-up time.
-        self._client = httpx.AsyncClient(trust_env=False, verify=False)
+        self._open_client: httpx.AsyncClient | None = None
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
+        if self._open_client is not None:
+            await self._open_client.aclose()
+
+    @property
+    def _client(self) -> httpx.AsyncClient:
+        """Opened when the first replica starts: most proxies launch none."""
+        if self._open_client is None:
+            # Connect directly to the replica: proxies of the environment are for other hosts.
+            # Without TLS, httpx need not read all CA certificates, which takes long.
+            self._open_client = httpx.AsyncClient(trust_env=False, verify=False)
+        return self._open_client
 
     async def wait_membership_released(self) -> None:
         """Wait for the end of a weight sync: no process may be restarted during one."""
