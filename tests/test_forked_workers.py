@@ -1,12 +1,9 @@
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.tree import ROOT
+from tests.inner_pytest import run_pytest
 
 CONFTEST = """
 from tests.forked_workers import ForkedWorkers
@@ -25,19 +22,7 @@ def run(tmp_path):
         (tmp_path / "pytest.ini").write_text("[pytest]")
         for name, text in files.items():
             (tmp_path / f"test_{name}.py").write_text(text)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            *options,
-            tmp_path,
-        ]
-        # Importing the installed plug-ins would take most of the time.
-        env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        result = run_pytest(tmp_path, *options)
         return result.returncode, result.stdout + result.stderr
 
     return run

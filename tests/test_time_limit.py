@@ -1,11 +1,8 @@
 """A test that does not end fails, and the next tests run."""
 
-import os
 import re
-import subprocess
-import sys
 
-from tests.tree import ROOT
+from tests.inner_pytest import run_pytest
 
 CONFTEST = """
 from tests.time_limit import TimeLimit
@@ -59,21 +56,7 @@ def test_a_test_that_waits_without_an_end_fails_at_the_limit(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\ntrio_mode = true\n")
     (tmp_path / "test_it.py").write_text(TESTS.replace("def case_", "def test_"))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "pytest_trio.plugin",
-    ]
-    # Importing all installed plug-ins would take most of the time.
-    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    result = subprocess.run(
-        [*command, tmp_path], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
-    )
+    result = run_pytest(tmp_path, "-p", "pytest_trio.plugin")
     failed = re.findall(r"^FAILED \S+::(\w+)", result.stdout, re.MULTILINE)
     assert failed == [
         "test_waits",

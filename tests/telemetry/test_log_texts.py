@@ -45,6 +45,7 @@ RENAMED = {
     "replica_drain_started": "drain_started",
     "replica_drain_timeout": "drain_timeout",
     "rollout_worker_skipped": "rollout_left_out",
+    "shutdown_aborted": "second_signal",
     "tp_message_ignored": "tp_answer_ignored",
 }
 
