@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -40,9 +40,17 @@ _LONE: Final = re.compile(
 )
 CONSTANT_GROWTH: Final = 6  # the largest factor by which the replacements are longer
 
+if TYPE_CHECKING:
+    OptionalRaw: TypeAlias = msgspec.Raw | None
+else:
+    OptionalRaw = msgspec.Raw  # of the union, msgspec would accept only null
+
 
 class BodyFields(msgspec.Struct, gc=False):
-    """The fields that are read; all others are skipped. Raw fields of length 0 are absent."""
+    """The fields that are read; all others are skipped. Raw fields of length 0 are absent.
+
+    Fields with the default None are compared for every request, and None is compared fastest.
+    """
 
     # The decoder compares a key first with the field after the last one that it found.
     model: str | None = None
@@ -55,16 +63,16 @@ class BodyFields(msgspec.Struct, gc=False):
     input_ids: msgspec.Raw = ABSENT
     token_ids: msgspec.Raw = ABSENT
     system: msgspec.Raw = ABSENT
-    rid: msgspec.Raw = ABSENT
-    modalities: msgspec.Raw = ABSENT
-    output_modalities: msgspec.Raw = ABSENT
-    audio: msgspec.Raw = ABSENT
-    image: msgspec.Raw = ABSENT
-    images: msgspec.Raw = ABSENT
-    audios: msgspec.Raw = ABSENT
-    audio_inputs: msgspec.Raw = ABSENT
-    video: msgspec.Raw = ABSENT
-    videos: msgspec.Raw = ABSENT
+    rid: OptionalRaw = None
+    modalities: OptionalRaw = None
+    output_modalities: OptionalRaw = None
+    audio: OptionalRaw = None
+    image: OptionalRaw = None
+    images: OptionalRaw = None
+    audios: OptionalRaw = None
+    audio_inputs: OptionalRaw = None
+    video: OptionalRaw = None
+    videos: OptionalRaw = None
     ref_audio: msgspec.Raw = ABSENT
     references: msgspec.Raw = ABSENT
     voice: msgspec.Raw = ABSENT
@@ -221,9 +229,9 @@ def is_given(raw: msgspec.Raw) -> bool:
     return len(raw) > 0 and raw != NULL
 
 
-def is_truthy(raw: msgspec.Raw) -> bool:
+def is_truthy(raw: msgspec.Raw | None) -> bool:
     """Whether the field is present and not null, false or empty; any number is true, even 0."""
-    if not is_given(raw) or raw == _FALSE:
+    if raw is None or not is_given(raw) or raw == _FALSE:
         return False
     if starts_with(raw, b'"'):
         return len(raw) > len('""')
@@ -236,10 +244,10 @@ def is_list(raw: msgspec.Raw) -> bool:
     return starts_with(raw, b"[") and bytes(memoryview(raw)[:_MAX_ARRAY]) not in _ARRAYS
 
 
-def read_elements(raw: msgspec.Raw) -> list[msgspec.Raw]:
+def read_elements(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
     """The elements of a list; [] for any other value."""
     try:
-        return _decode_list(raw) if is_list(raw) else []
+        return _decode_list(raw) if raw is not None and is_list(raw) else []
     except MALFORMED:
         return []
 

@@ -147,9 +147,8 @@ _RARE = {
     "output_modalities": 0, "rid": 0,
 }  # fmt: skip
 _rare_values = attrgetter(*_RARE)
-_NO_RARE = (ABSENT,) * len(_RARE)
 _ids_left_out = attrgetter(*(name for name in _RARE if name != "rid"))
-_NO_MEDIA = _NO_RARE[1:]
+_NO_MEDIA = (None,) * (len(_RARE) - 1)
 
 
 class _PlainPart(msgspec.Struct, gc=False):
@@ -302,15 +301,15 @@ def requirements_of_fields(route: Route, payload: BodyFields) -> Requirements:
     requirements = Requirements(mask, model, stream, request_id, route.pinning, "", payload)
     # Nearly every body has none of these; a comparison each is faster than a tuple of them.
     if (
-        payload.rid is not ABSENT or payload.modalities is not ABSENT or payload.audio is not ABSENT
-        or payload.image is not ABSENT or payload.images is not ABSENT
-        or payload.audios is not ABSENT or payload.audio_inputs is not ABSENT
-        or payload.video is not ABSENT or payload.videos is not ABSENT
-        or payload.output_modalities is not ABSENT
+        payload.rid is not None or payload.modalities is not None or payload.audio is not None
+        or payload.image is not None or payload.images is not None
+        or payload.audios is not None or payload.audio_inputs is not None
+        or payload.video is not None or payload.videos is not None
+        or payload.output_modalities is not None
     ):  # fmt: skip
         if _ids_left_out(payload) != _NO_MEDIA:  # SGLang's clients send `rid` without media
             requirements.mask |= _media(payload)
-        requirements.rids = read_rids(payload.rid)
+        requirements.rids = read_rids(payload.rid or ABSENT)
     if route.traffic != "generation":
         _read_speech(route, payload, requirements)
     return requirements

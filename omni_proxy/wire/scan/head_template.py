@@ -24,7 +24,7 @@ class HeadTemplate:
     its line end, with the blank line.
     """
 
-    __slots__ = ("counted", "first", "id_index", "last", "steps")
+    __slots__ = ("_end", "_values", "counted", "first", "id_index", "last", "steps")
 
     def __init__(
         self, first: bytes, steps: tuple[Step, ...], last: bytes, *, counted: bool, id_index: int
@@ -38,6 +38,10 @@ class HeadTemplate:
         self.last = last
         self.counted = counted  # the content-length is one of the varying values
         self.id_index = id_index  # index of the request id in the parts; -1: it does not vary
+        # Most clients send the content-length last. Then the whole end of a head is known.
+        self._values, self._end = steps, (b"", last)
+        if steps and not steps[-1][2]:
+            self._values, self._end = steps[:-1], (steps[-1][0], _CRLF + last)
 
     def match(self, head: bytes, length: bytes | None) -> list[bytes] | None:
         """The lines to forward, in parts, for a head with its blank line.
@@ -46,7 +50,7 @@ class HeadTemplate:
         not plainly well-formed.
         """
         parts = [self.first]
-        for same, _, forbidden, after in self.steps:
+        for same, _, forbidden, after in self._values:
             rest = head.removeprefix(same)
             if len(rest) == len(head):
                 return None
@@ -60,4 +64,9 @@ class HeadTemplate:
                 return None
             elif after is not None:
                 parts += value, after
-        return parts if head == self.last else None
+        before_length, last = self._end
+        if before_length:
+            if length is None:
+                return None
+            last = before_length + length + last
+        return parts if head == last else None
