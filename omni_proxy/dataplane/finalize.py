@@ -25,7 +25,7 @@ def finalize(
     exchange.ended_at = services.loop.now
     if worker is not None:
         result = FAILED
-        if outcome == "completed" and 0 < exchange.status < 400:
+        if outcome == "completed" and exchange.status < 400:
             result = SUCCEEDED
         services.balancer.release(exchange, worker, result)
     else:

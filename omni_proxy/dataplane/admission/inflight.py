@@ -68,8 +68,9 @@ class InFlight:
         if exchange.admitted:
             exchange.admitted = False
             self.in_flight -= 1
-        if exchange.held_bytes and not holds_bytes:  # inlined: release_bytes
-            self.held_bytes -= exchange.held_bytes
+        held_bytes = exchange.held_bytes
+        if held_bytes and not holds_bytes:  # inlined: release_bytes
+            self.held_bytes -= held_bytes
             exchange.held_bytes = 0
 
     def hold(self, exchange: Exchange, size: int) -> None:

@@ -101,9 +101,7 @@ class FastPath(EventHandler):
         """Handle an event of the awaited stream; never called with an error, see `throw`."""
         io = self._io
         exchange = io.exchange
-        stream = self.client if exchange is None else io.upstream
-        if stream is None or stream.task is not self:
-            return  # woken after `stop`
+        stream: Stream = self.waiting_on  # type: ignore[assignment]
         try:
             try:
                 chunk = stream.read(READ_BYTES)
@@ -188,12 +186,12 @@ class FastPath(EventHandler):
         cached, io = self.cached, self._io
         template, services = cached.template, io.services
         brace = chunk.find(_BRACE)
-        body = chunk[brace:]
-        size = len(body)
+        size = len(body := chunk[brace:])
         digits, length_line = LENGTHS[size] if size < CACHED_LENGTHS else length_lines(size)
         lines = template.match(chunk[:brace], digits)
         if lines is None:  # a brace in the head, white space before the body, or another head
             lines, body, length_line = self._match_at_blank_line(chunk)
+            size = len(body)
         if lines is None or cached.source is not io.settings.fast_path_cache:
             return False
         try:
@@ -205,7 +203,7 @@ class FastPath(EventHandler):
                 set_alias(balancer.aliases, need, cached.route, body, cached.head)
             exchange = self._spare or self._new_exchange()
             exchange.recycle(io.loop.now)
-            exchange.bytes_in = len(body)
+            exchange.bytes_in = size
             if (caller := cached.caller) is not None:
                 # inlined: begin_complete_call
                 if caller.begun < caller.fast_path_bound and exchange.started_at < caller.until:

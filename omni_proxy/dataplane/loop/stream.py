@@ -33,6 +33,19 @@ READ_WRITE: Final = EPOLLIN | EPOLLOUT  # the most frequent mask, compared first
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 
 
+class _SendFailure:
+    """Reports in the next iteration that `Stream.flush` has failed."""
+
+    __slots__ = ("_stream", "waiting_on")
+
+    def __init__(self, stream: Stream) -> None:
+        self.waiting_on: object = None
+        self._stream = stream
+
+    def step(self) -> None:
+        self._stream.on_send_failure()
+
+
 class Stream(PendingWriter):
     """A socket in the epoll set, of a client or a worker.
 
@@ -107,9 +120,13 @@ class Stream(PendingWriter):
             self.pending = pending
         except OSError:
             self.readable = self.peer_closed = True
-            task = self.task
-            if task is not None and (task.waiting_on is self or task.waiting_on is ANY_STREAM):
-                self.loop.wake(task)
+            self.loop.wake(_SendFailure(self))
+
+    def on_send_failure(self) -> None:
+        """Step the task that waits for the stream; its next read reports the error."""
+        task = self.task
+        if task is not None and (task.waiting_on is self or task.waiting_on is ANY_STREAM):
+            task.step()
 
     def send_from(self, out: bytearray) -> int:
         """Send `out` after the pending bytes, and remove the bytes that the socket accepted.

@@ -48,7 +48,7 @@ def count_with(tmp_path, monkeypatch):
         (1.01, {"config": ALIAS}),  # the request names a model
         (1.02, {"workers": DISABLED_WITH_RANKS}),
         (1.15, {"workers": RANKS}),
-        (1.45, {"config": ALIAS, "model": "alias"}),
+        (1.47, {"config": ALIAS, "model": "alias"}),
         (1.04, {"workers": KEY}),
     ],
     ids=["aliases", "disabled_worker_with_ranks", "ranks", "to_an_alias", "keys_of_workers"],

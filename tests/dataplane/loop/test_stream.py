@@ -10,7 +10,7 @@ import trio.testing
 
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import Stream
-from omni_proxy.dataplane.loop.task import pause
+from omni_proxy.dataplane.loop.task import EventHandler, pause
 from tests.dataplane.loop_script import Scripted, until
 from tests.dataplane.manual_loop import ManualLoop, chat, read_available
 
@@ -88,6 +88,33 @@ async def test_the_next_read_notices_a_closed_peer(loop, wires):
         await task.ended.wait()
     assert outcomes in ([b""], [ConnectionResetError], [BrokenPipeError])
     assert (stream.pending, stream.peer_closed) == (b"", True)
+
+
+class Handler(EventHandler):
+    def __init__(self):
+        super().__init__()
+        self.steps = 0
+
+    def step(self, error=None):
+        self.steps += 1
+
+
+@pytest.mark.parametrize("still_waits", [True, False])
+def test_a_failed_send_steps_the_task_only_if_it_still_waits_for_the_stream(still_waits):
+    loop, handler = EventLoop(), Handler()
+    near, peer = socket.socketpair()
+    near.setblocking(False)
+    with near:
+        stream = Stream(loop, near, handler)
+        peer.close()
+        handler.waiting_on = stream
+        stream.write_soon(b"hello")
+        loop.flush()
+        assert (stream.peer_closed, handler.steps) == (True, 0)
+        if not still_waits:
+            handler.waiting_on = None
+        loop._run_batch([])
+        assert handler.steps == still_waits
 
 
 async def test_closing_sends_pending_bytes(loop, wires):
