@@ -12,6 +12,7 @@ import contextlib
 import errno
 import ssl
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Final
 
 from omni_proxy.dataplane.loop.stream import Stream
@@ -115,7 +116,8 @@ class TlsWriter:
         size = len(chunk)
         if self.unsent or size > PORTION_BYTES:
             return self._send_in_portions(memoryview(chunk))
-        self._encrypt(chunk)
+        encrypt = self._encrypt  # a local, as in `Stream.read`
+        encrypt(chunk)
         self._send_encrypted(self._outgoing.read(), size)
         return size
 
@@ -124,8 +126,9 @@ class TlsWriter:
 
         Raises BlockingIOError if the socket did not accept all bytes.
         """
+        send = self._send
         try:
-            sent = self._send(encrypted)
+            sent = send(encrypted)
         except BlockingIOError:
             sent = 0
         if sent < len(encrypted):
@@ -224,8 +227,9 @@ class TlsStream(Stream):
         """As `Stream.read`; b"" after the peer's close_notify. Raises OSError."""
         drained = False
         if not self._has_encrypted:
+            recv = self.recv
             try:
-                encrypted = self.recv(ENCRYPTED_READ_BYTES)
+                encrypted = recv(ENCRYPTED_READ_BYTES)
             except BlockingIOError:
                 self.readable = False
                 return None
@@ -233,8 +237,9 @@ class TlsStream(Stream):
                 raise _reset("the connection was closed without close_notify")
             self._incoming.write(encrypted)
             drained = len(encrypted) < ENCRYPTED_READ_BYTES and not self.peer_closed
+        decrypt = self._decrypt
         try:
-            chunk = self._decrypt(size)
+            chunk = decrypt(size)
         except ssl.SSLWantReadError:
             self._has_encrypted = False
             self.readable = not drained
@@ -312,3 +317,18 @@ class TlsStream(Stream):
             with contextlib.suppress(ssl.SSLError):
                 self._tls.unwrap()  # raises, because the peer's close_notify is not awaited
             self._writer.send_alerts()
+
+
+def _copy_methods(names: Sequence[str]) -> None:
+    """Give `TlsStream` its own copies of methods of `Stream`.
+
+    CPython 3.11 specializes the bytecodes of a function for one class (PEP 659). If streams of both
+    classes alternate in one function, its attributes are looked up the slow way.
+    """
+    for name in names:
+        method = getattr(Stream, name)
+        if isinstance(method, FunctionType):  # not in the native build
+            setattr(TlsStream, name, FunctionType(method.__code__.replace(), method.__globals__))
+
+
+_copy_methods(("on_event", "write_soon", "flush"))

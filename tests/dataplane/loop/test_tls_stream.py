@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from omni_proxy import native
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.tls_stream import (
@@ -376,3 +377,11 @@ def test_encrypted_bytes_after_send_eof_can_be_drained(pair):
     encrypted = pair.peer.encrypted(bytes(100))
     pair.peer.sock.sendall(encrypted)
     assert pair.stream.read(ENCRYPTED_READ_BYTES) == encrypted
+
+
+@pytest.mark.skipif(native.build() == "native", reason="compiled code is not specialized")
+@pytest.mark.parametrize("name", ["on_event", "write_soon", "flush"])
+def test_a_tls_stream_runs_its_own_copy_of_a_frequent_method(name):
+    plain, copy = getattr(Stream, name), getattr(TlsStream, name)
+    assert copy.__code__ is not plain.__code__
+    assert copy.__code__ == plain.__code__
