@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PXDS = sorted(ROOT.glob("omni_proxy/**/*.pxd"))
+# Of classes with a .pyx, Cython itself reports undeclared fields.
+PXDS = sorted(
+    path for path in ROOT.glob("omni_proxy/**/*.pxd") if not path.with_suffix(".pyx").exists()
+)
 CLASS = re.compile(r"^cdef class (\w+)(?:\((\w+)\))?:\n((?:(?:[ #].*)?\n)*)", re.MULTILINE)
 FIELDS = re.compile(r"^    cdef (?:public|readonly) \w+ ([^#\n]+)", re.MULTILINE)
 DECLARED = {

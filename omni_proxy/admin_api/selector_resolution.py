@@ -80,7 +80,7 @@ class SelectorResolver:
             "worker_type": worker.role,
             "role": worker.role,
             "health": worker.health.state.value,
-            "weight_version": worker.weight_version or "",
+            "weight_version": worker.weight_label or "",
         }
         return {**_texts(labels if isinstance(labels, dict) else {}), **facts}
 

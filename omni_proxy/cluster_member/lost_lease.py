@@ -55,8 +55,8 @@ class CutOffHold:
         """Accept the present versions, after a call of the proxy that changes weights."""
         now = trio.current_time()
         for worker in self._fleet.workers:
-            if self._labels.get(worker) != worker.version.label:
-                self._labels[worker] = worker.version.label
+            if self._labels.get(worker) != worker.weight_version.label:
+                self._labels[worker] = worker.weight_version.label
                 self._seen_at[worker] = now
 
     async def run(self, lease_secs: float) -> None:
@@ -73,7 +73,7 @@ class CutOffHold:
     def _check(self, lease_secs: float) -> None:
         left = self._lease_left()
         if left is None or left > lease_secs / 2:
-            self._labels = {worker: worker.version.label for worker in self._fleet.workers}
+            self._labels = {worker: worker.weight_version.label for worker in self._fleet.workers}
             self._seen_at.clear()
         if left is None or left > lease_secs / CHECKS_PER_LEASE:
             self._release()
@@ -100,7 +100,7 @@ class CutOffHold:
             if left is not None and left < lease_secs / 2:
                 now = trio.current_time()
                 for worker, label in (await self._read_labels(self._fleet.workers)).items():
-                    expected = self._labels.get(worker, worker.version.label)
+                    expected = self._labels.get(worker, worker.weight_version.label)
                     if label is not None and label == expected:
                         self._seen_at[worker] = now
                     else:

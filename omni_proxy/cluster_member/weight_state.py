@@ -68,7 +68,10 @@ def collect(fleet: Fleet, journal: StateJournal, *, holder: str, busy: bool) -> 
         holder=holder,
         busy=busy,
         held={url: reasons for url, reasons in cordons.items() if reasons},
-        versions={worker.url: (worker.version.label, worker.version.epoch) for worker in workers},
+        versions={
+            worker.url: (worker.weight_version.label, worker.weight_version.epoch)
+            for worker in workers
+        },
         published=journal.published,
         uncertain=dict(journal.uncertain),
         pauses=journal.pauses(),
@@ -154,5 +157,5 @@ class FollowedWeights:
         if worker is None:
             return
         # At the start, this proxy's own version probe is newer than the stored state.
-        if not is_first or (epoch and worker.version.label in (None, label)):
+        if not is_first or (epoch and worker.weight_version.label in (None, label)):
             self._fleet.set_version(worker, label, epoch)

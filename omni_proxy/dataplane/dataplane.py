@@ -30,14 +30,14 @@ from omni_proxy.dataplane.admission.update_gate import UpdateGate, reasons_to_ho
 from omni_proxy.dataplane.downstream.connection import Connection
 from omni_proxy.dataplane.engine_calls import TokenizeCalls
 from omni_proxy.dataplane.exchange.observers import Recorders
-from omni_proxy.dataplane.loop import timeouts
+from omni_proxy.dataplane.loop import timers
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.task import ClientDisconnected
-from omni_proxy.dataplane.loop.timeouts import Timers
+from omni_proxy.dataplane.loop.timers import Timers
 from omni_proxy.dataplane.services import ExchangeServices, Totals
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.dataplane.status import admission_record, status_record, totals_record
-from omni_proxy.dataplane.upstream.acquire import Balancer
+from omni_proxy.dataplane.upstream.balancer import Balancer
 from omni_proxy.dataplane.upstream.pool import UpstreamPools
 from omni_proxy.fleet.engine_load import bounds_of
 from omni_proxy.fleet.registry import Fleet
@@ -97,7 +97,7 @@ class DataPlane:
         self.settings.follow_fleet(has_ranks=fleet.has_ranks, has_pools=fleet.has_pools)
         self.recorders = Recorders()
         self.voices = VoiceRegistry()
-        self.pools = UpstreamPools(self.loop, admin_socket)
+        self.upstream_pools = UpstreamPools(self.loop, admin_socket)
         self.inflight = self._new_inflight()
         policy = build_policy(config.routing, self.random_below, self.loop.now)
         pools = PoolPolicies(config.routing, self.random_below, lambda: self.loop.now)
@@ -116,7 +116,7 @@ class DataPlane:
             inflight=self.inflight,
             balancer=self.balancer,
             queue=self.queue,
-            pools=self.pools,
+            upstream_pools=self.upstream_pools,
             response_heads=ResponseHeadCache(),
             timers=Timers(self.loop),
             recorders=self.recorders,
@@ -155,18 +155,18 @@ class DataPlane:
         self.settings.configure(config)
         self.voices.configure(config.routing.voice_owner)
         bounds = bounds_of(config.routing)
-        self.pools.ask_for_load(bool(bounds))
+        self.upstream_pools.ask_for_load(bool(bounds))
         if bounds != self.fleet.loads.bounds:
             self.fleet.loads.configure(bounds, self.fleet.targets())
         self.balancer.affinity_keys = affinity_keys_of(config)
         self.balancer.configure_aliases(config)
         self.cluster_hints.configure(config)
         self.balancer.use_policy(self.build_policy(config.routing))
-        self.balancer.pools.configure(config.routing)
+        self.balancer.pool_policies.configure(config.routing)
         hold_reasons = reasons_to_hold_sessions(config)
         if isinstance(self.policy, Sticky):
             self.policy.hold_for(hold_reasons, self._is_member)
-        self.balancer.pools.hold_for(hold_reasons, self._is_member)
+        self.balancer.pool_policies.hold_for(hold_reasons, self._is_member)
         self.queue.serve(changed=True)
 
     def follow_keys(
@@ -192,20 +192,20 @@ class DataPlane:
         sessions.share(self.cluster_hints.session_notes, "")
         if isinstance(self.policy, Sticky):
             self.policy.use_sessions(sessions, self.settings.config.routing)
-        self.balancer.pools.use_sessions(sessions)
+        self.balancer.pool_policies.use_sessions(sessions)
 
     def finish_session(self, key: str) -> bool:
         """Remove a sticky session. Returns whether it existed."""
-        in_pools = self.balancer.pools.finish_session(key)
+        in_pools = self.balancer.pool_policies.finish_session(key)
         existed = isinstance(self.policy, Sticky) and self.policy.finish_session(key)
         return existed or in_pools
 
     def policies(self) -> dict[Role, Policy]:
         """The policies in use: of regular workers, and of pools that have had a request."""
-        return {"regular": self.policy, **self.balancer.pools.built}
+        return {"regular": self.policy, **self.balancer.pool_policies.built}
 
     def policy_of(self, role: Role) -> Policy:
-        return self.policy if role == "regular" else self.balancer.pools.of(role)
+        return self.policy if role == "regular" else self.balancer.pool_policies.of(role)
 
     def place_session(self, digest: bytes, worker: Worker | None) -> None:
         """Apply the place of a session at another proxy; `worker`: None if it was finished."""
@@ -214,13 +214,13 @@ class DataPlane:
             return
         if isinstance(self.policy, Sticky) and (worker is None or worker.role == "regular"):
             self.policy.place_session(digest, worker)
-        self.balancer.pools.place_session(digest, worker)
+        self.balancer.pool_policies.place_session(digest, worker)
 
     def session_count(self, worker: Worker) -> int:
         """The number of sticky sessions at a worker, or at its ranks."""
         targets = worker.dp_ranks or (worker,)
         if worker.role != "regular":
-            return sum(map(self.balancer.pools.session_count, targets))
+            return sum(map(self.balancer.pool_policies.session_count, targets))
         if not isinstance(self.policy, Sticky):
             return 0
         return sum(map(self.policy.session_count, targets))
@@ -240,7 +240,7 @@ class DataPlane:
         self.kv_blocks.clear(target.url)
         self.cluster_hints.forget(target)
         self.policy.forget_worker(target)
-        self.balancer.pools.forget_worker(target)
+        self.balancer.pool_policies.forget_worker(target)
 
     def prepare(self, new: Config) -> PreparedListeners:
         """Open and read everything that `new` needs; call the result to apply it. Raises OSError or
@@ -273,13 +273,13 @@ class DataPlane:
             async with trio.open_nursery() as nursery:
                 await nursery.start(self.loop.run)
                 nursery.start_soon(self.services.timers.run)
-                nursery.start_soon(timeouts.run_sweeps, self.loop, self._sweep)
+                nursery.start_soon(timers.run_sweeps, self.loop, self._sweep)
                 nursery.start_soon(self.listeners.certificates.run)
                 task_status.started()
         finally:
             self.settings.callers.publish()
             self.listeners.close()
-            self.pools.close()
+            self.upstream_pools.close()
             self.loop.flush()
 
     def begin_drain(self, *, keeps_idle: bool = False) -> None:
@@ -292,7 +292,7 @@ class DataPlane:
         self.listeners.close()
         self.close_after_responses(admin=True)
         if keeps_idle:
-            self.pools.keep_no_admin_connections()
+            self.upstream_pools.keep_no_admin_connections()
             self.loop.flush()
             return
         for task in [task for task in self.loop.tasks if task.phase == "idle"]:
@@ -348,7 +348,7 @@ class DataPlane:
     def _follow_fleet(self) -> None:
         self._follow_features()
         workers = set(self.fleet.workers)
-        self.pools.on_fleet_change(workers)
+        self.upstream_pools.on_fleet_change(workers)
         removed = self.voices.update_presence({worker.url for worker in workers})
         if removed:
             _log.warning("voice_owner_removed worker=%s", removed)
@@ -357,14 +357,14 @@ class DataPlane:
 
     def _follow_worker(self, worker: Worker) -> None:
         self._follow_features()
-        self.pools.on_worker_change(worker)
+        self.upstream_pools.on_worker_change(worker)
         self.update_gate.on_worker_change(worker)
         self.queue.serve(changed=True)
 
     def _sweep(self) -> None:
         self.policy.maintain(self.loop.now)
-        self.balancer.pools.maintain(self.loop.now)
+        self.balancer.pool_policies.maintain(self.loop.now)
         self.tokenize_calls.start_due()
-        self.pools.sweep()
+        self.upstream_pools.sweep()
         self.settings.callers.publish()
         self.listeners.retry_accepting()

@@ -59,7 +59,7 @@ class AbortCall(SideTask):
         exchange.body = abort_body(self._rid)
         head = head_for(b"POST", b"/abort_request", _JSON_LINE, length=len(exchange.body))
         try:
-            start = await run_attempt(self, exchange, head, self.services.pools.of(worker))
+            start = await run_attempt(self, exchange, head, self.services.upstream_pools.of(worker))
             await read_body(self, start, "abort")
         except _FAILURES as error:
             _log.debug("abort_failed worker=%s error=%s", worker.url, error)
@@ -175,7 +175,9 @@ class _TokenizeCall(SideTask):
         exchange.body = self._request.body
         head = head_for(b"POST", b"/tokenize", _JSON_LINE, length=len(exchange.body))
         try:
-            start = await run_attempt(self, exchange, head, self.services.pools.of(self._worker))
+            start = await run_attempt(
+                self, exchange, head, self.services.upstream_pools.of(self._worker)
+            )
             answer = await read_body(self, start, "tokenize", MAX_ANSWER_BYTES)
             return _decode(answer).tokens if start.response.status == 200 else []
         except (*_FAILURES, msgspec.DecodeError):

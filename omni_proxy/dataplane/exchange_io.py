@@ -94,7 +94,7 @@ class AttemptIO(IoTask):
     @property
     def response_head_secs(self) -> float:
         """The timeout for the head of a worker's response, in seconds."""
-        return self.settings.limits.response_head
+        return self.settings.timeouts.response_head
 
     def close_upstream(self) -> None:
         upstream, self.upstream = self.upstream, None
@@ -144,4 +144,4 @@ class ExchangeIO(AttemptIO):
     def await_next_request(self) -> None:
         """Set the timeouts of an idle connection."""
         self.phase, self.deadline = "idle", inf
-        self.phase_deadline = self.loop.now + self.settings.limits.client_idle
+        self.phase_deadline = self.loop.now + self.settings.timeouts.client_idle

@@ -33,7 +33,7 @@ def finalize(
     if has_extras:
         _settle_extras(services, exchange, worker)
     totals, recorders = services.totals, services.recorders
-    if worker is not None and worker.version is not exchange.version:
+    if worker is not None and worker.weight_version is not exchange.weight_version:
         totals.across_versions += exchange.spans_versions(worker)
     services.inflight.dismiss(exchange)
     if services.queue.waiting:

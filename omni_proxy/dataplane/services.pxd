@@ -2,7 +2,7 @@ from omni_proxy.dataplane.admission.inflight cimport InFlight
 from omni_proxy.dataplane.exchange.observers cimport Recorders
 from omni_proxy.dataplane.loop.event_loop cimport EventLoop
 from omni_proxy.dataplane.settings cimport Settings
-from omni_proxy.dataplane.upstream.acquire cimport Balancer
+from omni_proxy.dataplane.upstream.balancer cimport Balancer
 from omni_proxy.dataplane.upstream.pool cimport UpstreamPools
 from omni_proxy.fleet.registry cimport Fleet
 
@@ -17,7 +17,7 @@ cdef class ExchangeServices:
     cdef public InFlight inflight
     cdef public Balancer balancer
     cdef public object queue
-    cdef public UpstreamPools pools
+    cdef public UpstreamPools upstream_pools
     cdef public object response_heads, timers
     cdef public Recorders recorders
     cdef public Totals totals

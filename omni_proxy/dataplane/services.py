@@ -14,9 +14,9 @@ from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.admission.queue import Queue
 from omni_proxy.dataplane.exchange.observers import Recorders
 from omni_proxy.dataplane.loop.event_loop import EventLoop
-from omni_proxy.dataplane.loop.timeouts import Timers
+from omni_proxy.dataplane.loop.timers import Timers
 from omni_proxy.dataplane.settings import Settings
-from omni_proxy.dataplane.upstream.acquire import Balancer
+from omni_proxy.dataplane.upstream.balancer import Balancer
 from omni_proxy.dataplane.upstream.pool import UpstreamPools
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
@@ -46,7 +46,7 @@ class ExchangeServices:
     inflight: InFlight
     balancer: Balancer
     queue: Queue
-    pools: UpstreamPools
+    upstream_pools: UpstreamPools
     response_heads: ResponseHeadCache
     timers: Timers
     recorders: Recorders

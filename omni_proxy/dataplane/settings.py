@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf
 
 from omni_proxy.api_keys.caller import SlotRows
 from omni_proxy.api_keys.callers import KEY_FIELDS, Callers
@@ -19,6 +18,7 @@ from omni_proxy.dataplane.exchange.fast_path_cache import FastPathCache
 from omni_proxy.dataplane.exchange.request_trace import Tracing
 from omni_proxy.dataplane.exchange.token_usage import count_tokens
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
+from omni_proxy.dataplane.timeouts import timeouts_of
 from omni_proxy.routing.policies.cache_feedback import learns_from_answers
 from omni_proxy.routing.routes import configured_routes
 from omni_proxy.wire.cors import RATE_FIELDS, Cors
@@ -27,43 +27,18 @@ from omni_proxy.wire.head_caching.request_heads import RequestHeadCache
 
 
 @dataclass(frozen=True, slots=True)
-class AdmissionLimits:
-    """Timeouts in seconds, `inf` for none; `max_body` and `held` in bytes."""
+class RequestLimits:
+    """Bounds on requests: `max_body` and `held` in bytes."""
 
-    connect: float
-    response_head: float
-    first_byte: float
-    idle: float
-    client_idle: float
-    client_head: float
-    client_body: float
-    total: float
     max_body: int
-    held: int
+    held: int  # of all requests together
     in_flight: int  # 0: no bound
-    sse_keepalive: float
-    transfer: float  # from the end of prefill to the decode worker's first byte
-    prefill_head: float  # the shorter of `response_head` and `transfer`
 
 
-def limits_of(config: Config) -> AdmissionLimits:
-    server, times = config.server, config.server.timeouts
-    transfer = config.routing.disaggregation.transfer_timeout_secs or inf
-    return AdmissionLimits(
-        connect=times.connect_secs or inf,
-        response_head=times.response_head_secs or inf,
-        first_byte=times.first_byte_secs or times.idle_secs or inf,
-        idle=times.idle_secs or inf,
-        client_idle=times.client_idle_secs or inf,
-        client_head=times.client_head_secs or inf,
-        client_body=times.client_body_secs or inf,
-        total=server.request_timeout_secs or inf,
-        max_body=server.max_payload_size,
-        held=server.max_held_bytes,
-        in_flight=server.max_inflight,
-        sse_keepalive=server.sse_keepalive_secs,  # 0: none
-        transfer=transfer,
-        prefill_head=min(times.response_head_secs or inf, transfer),
+def limits_of(config: Config) -> RequestLimits:
+    server = config.server
+    return RequestLimits(
+        max_body=server.max_payload_size, held=server.max_held_bytes, in_flight=server.max_inflight
     )
 
 
@@ -82,6 +57,7 @@ class Settings:
         server = config.server
         self.config = config
         self.limits = limits_of(config)
+        self.timeouts = timeouts_of(config)
         self.routes = configured_routes(config.routes)
         was_guarded = self.callers.guarded
         self.callers.configure(config)
@@ -123,7 +99,7 @@ class Settings:
 
     def _renew_fast_path_cache(self) -> None:
         # The fast path supports none of these: with them every exchange runs in its coroutine.
-        plain = self.forwarded is None and not self.limits.sse_keepalive
+        plain = self.forwarded is None and not self.timeouts.sse_keepalive
         suits = plain and self.limits.max_body >= READ_BYTES
         self.fast_path_cache = self._new_fast_path_cache() if suits else None
 

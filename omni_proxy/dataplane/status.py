@@ -63,7 +63,7 @@ def status_record(services: ExchangeServices, listeners: Listeners) -> dict[str,
         **admission_record(services),
         "voice_owner": services.balancer.voices.owner or None,
         "policy": {"name": policy.name, **policy.stats()},
-        "pool_policies": services.balancer.pools.stats(),
+        "pool_policies": services.balancer.pool_policies.stats(),
         "oldest_connections": [
             connection_record(task) for task in oldest if isinstance(task, Connection)
         ],

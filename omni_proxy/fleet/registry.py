@@ -300,8 +300,8 @@ class Fleet:
     def set_version(self, worker: Worker, label: str | None, epoch: int) -> None:
         """Set the version of its weights; None and 0 while unknown."""
         version = WeightVersion(label, epoch)
-        if version != worker.version:
-            worker.version = version
+        if version != worker.weight_version:
+            worker.weight_version = version
             self._changed(worker)
 
     def report_role(self, worker: Worker, role: ReportedRole) -> None:

@@ -92,7 +92,14 @@ class _RequestFields(WorkerLoad):
     """Fields that every request touches. The slots of a base class come first in memory, so these
     share cache lines."""
 
-    __slots__ = ("api_key_env", "health", "inflight_bound", "is_plain", "route_line", "version")
+    __slots__ = (
+        "api_key_env",
+        "health",
+        "inflight_bound",
+        "is_plain",
+        "route_line",
+        "weight_version",
+    )
 
 
 class Worker(_RequestFields):
@@ -164,7 +171,7 @@ class Worker(_RequestFields):
         self.health_body: object = None
         self.instance = ""  # identity of its process, from its last good probe
         self.hop_line = b""  # header line for a worker that is a proxy, see `wire.forwarded`
-        self.version: WeightVersion = UNKNOWN_VERSION
+        self.weight_version: WeightVersion = UNKNOWN_VERSION
         self.reported_role: ReportedRole = ""  # by its engine; used if none is configured
         self.reported_bootstrap_port: int | None = None  # likewise
         self.counts = zero_counters()
@@ -292,14 +299,14 @@ class Worker(_RequestFields):
         return counts_by_class(self.counts, FAILED)
 
     @property
-    def weight_version(self) -> str | None:
+    def weight_label(self) -> str | None:
         """The label of its weights, None if unknown."""
-        return self.version.label
+        return self.weight_version.label
 
     @property
     def weight_epoch(self) -> int:
         """The proxy's own number for its weights; 0 if they came from no update of the proxy."""
-        return self.version.epoch
+        return self.weight_version.epoch
 
     @property
     def routable(self) -> bool:
@@ -366,8 +373,8 @@ def worker_state(worker: Worker, serial: int, cell: int, rank_ids: RankIds = ())
         half_open_taken=health.breaker_tripped and health.half_open_id != 0,
         half_open_count=health.half_open_count,
         cordon_reasons=tuple(sorted(worker.cordon_reasons)),
-        label=worker.version.label,
-        epoch=worker.version.epoch,
+        label=worker.weight_version.label,
+        epoch=worker.weight_version.epoch,
         hop_line=worker.hop_line,
         reported_role=worker.reported_role,
         reported_ranks=worker.reported_ranks,
@@ -385,7 +392,7 @@ def apply_state(worker: Worker, state: WorkerState) -> bool:
         health.state,
         health.breaker_tripped,
         worker.cordon_reasons,
-        worker.version,
+        worker.weight_version,
         worker.hop_line,
         worker.reported_ranks,
     )
@@ -396,8 +403,8 @@ def apply_state(worker: Worker, state: WorkerState) -> bool:
     worker.hop_line = state.hop_line
     worker.address = state.address
     worker.cordon_reasons = set(state.cordon_reasons)
-    if (worker.version.label, worker.version.epoch) != (state.label, state.epoch):
-        worker.version = WeightVersion(state.label, state.epoch)
+    if (worker.weight_version.label, worker.weight_version.epoch) != (state.label, state.epoch):
+        worker.weight_version = WeightVersion(state.label, state.epoch)
     health.state = state.state
     health.last_error = state.last_error
     health.failed_requests = int(state.failed)
@@ -406,7 +413,7 @@ def apply_state(worker: Worker, state: WorkerState) -> bool:
         health.state,
         health.breaker_tripped,
         worker.cordon_reasons,
-        worker.version,
+        worker.weight_version,
         worker.hop_line,
         worker.reported_ranks,
     )

@@ -1,1 +1,1 @@
-"""Active health checks, outlier ejection, and the list of uploaded voices."""
+"""Active health checks, removal of ejected workers, and the list of uploaded voices."""

@@ -59,7 +59,7 @@ class AggregateView:
     @property
     def pool_policies(self) -> PoolPolicies:
         """The pool policies of the main process."""
-        return self._dataplane.balancer.pools
+        return self._dataplane.balancer.pool_policies
 
     @property
     def needs_affinity_key(self) -> bool:

@@ -388,7 +388,7 @@ class DataPlaneProcess:
             phases=dict(Counter(task.phase for task in tasks)),
             oldest=[connection_record(task) for task in oldest if isinstance(task, Connection)],
             policy=dataplane.policy.stats(),
-            pool_policies=dataplane.balancer.pools.stats(),
+            pool_policies=dataplane.balancer.pool_policies.stats(),
             lag_ms=round(self._max_lag_secs * 1000, 2),
             longest_turn_ms=round(self._watchdog.longest_turn_secs * 1000, 2),
         )

@@ -74,7 +74,7 @@ class SharedDataPlane(DataPlane):
             fleet, config,
             admin_socket=start.admin_socket, sources=Sources(random_below), proxy_id=start.proxy_id,
         )  # fmt: skip
-        self.pools.admin_api = self.main_process = MainProcessPool(self.loop, start)
+        self.upstream_pools.admin_api = self.main_process = MainProcessPool(self.loop, start)
         self.listeners_are_external = True
 
     def _new_inflight(self) -> InFlight:

@@ -22,7 +22,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.request_id import id_from_body
 from omni_proxy.dataplane.finalize import finalize
 from omni_proxy.dataplane.services import ExchangeServices
-from omni_proxy.dataplane.upstream.acquire import count_at
+from omni_proxy.dataplane.upstream.balancer import count_at
 from omni_proxy.dataplane.upstream.fleet_requirements import (
     RequestParts,
     complete_requirements,
@@ -314,7 +314,7 @@ class Picker:
         count_at(target, 1)
         if isinstance(target, DpRank):
             exchange.rank = target
-        exchange.version = worker.version
+        exchange.weight_version = worker.weight_version
         self._publish()
         return exchange
 

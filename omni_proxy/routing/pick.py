@@ -103,7 +103,9 @@ def filter_by_version(requirements: Requirements, workers: Sequence[Worker]) -> 
     """The workers whose weight version the request accepts."""
     constraint = requirements.version_constraint
     return (
-        workers if constraint is None else [w for w in workers if constraint.is_met_by(w.version)]
+        workers
+        if constraint is None
+        else [w for w in workers if constraint.is_met_by(w.weight_version)]
     )
 
 
@@ -148,9 +150,9 @@ def ineligibility_reasons(
         reasons.append(f"{serves}, not {requirements.model!r}")
     if (
         requirements.version_constraint is not None
-        and not requirements.version_constraint.is_met_by(worker.version)
+        and not requirements.version_constraint.is_met_by(worker.weight_version)
     ):
-        reasons.append(requirements.version_constraint.reason_against(worker.version))
+        reasons.append(requirements.version_constraint.reason_against(worker.weight_version))
     if not has_room(worker):
         full = worker if worker.in_flight >= worker.inflight_bound else worker.worker
         reasons.append(_full_reason(full))

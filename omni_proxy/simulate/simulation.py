@@ -23,6 +23,7 @@ from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.admission.queue import Queue
 from omni_proxy.dataplane.admission.update_gate import UpdateGate, reasons_to_hold_sessions
 from omni_proxy.dataplane.attempt.attempt import AttemptFailed
+from omni_proxy.dataplane.attempt.outlier_reports import report_failure, report_success
 from omni_proxy.dataplane.attempt.retry import RetryState
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.observers import Recorders
@@ -33,7 +34,7 @@ from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
 from omni_proxy.dataplane.services import ExchangeServices, Totals
 from omni_proxy.dataplane.settings import Settings
-from omni_proxy.dataplane.upstream.acquire import Balancer, report_failure, report_success
+from omni_proxy.dataplane.upstream.balancer import Balancer
 from omni_proxy.dataplane.upstream.pool import UpstreamPools
 from omni_proxy.fleet.engine_load import bounds_of
 from omni_proxy.fleet.health_state import Health, thresholds_of
@@ -179,7 +180,7 @@ class SimulatedExchange(ExchangeIO):
         if not engine.alive:
             raise AttemptFailed("connect_failure", "ConnectError: Connection refused")
         self._ended, self.broken = False, ""
-        self.set_timeout("wait", self.settings.limits.response_head)
+        self.set_timeout("wait", self.settings.timeouts.response_head)
         engine.submit(self.request, self, self.loop.now)
         try:
             while not self._ended:
@@ -334,7 +335,7 @@ class Simulation:
         fleet.watch_cache_cleared(policy.forget_worker)
         return ExchangeServices(
             loop=loop, fleet=fleet, settings=settings, inflight=inflight, balancer=balancer,
-            queue=queue, pools=UpstreamPools(loop, ""), response_heads=ResponseHeadCache(),
+            queue=queue, upstream_pools=UpstreamPools(loop, ""), response_heads=ResponseHeadCache(),
             timers=VirtualTimers(loop, self.time), recorders=recorders, totals=Totals(),
             keep_voices_at=lambda worker: None, random_below=random.randrange,
         )  # fmt: skip

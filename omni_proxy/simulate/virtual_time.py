@@ -12,7 +12,7 @@ from typing import Any
 
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.task import ConnectionTask, pause
-from omni_proxy.dataplane.loop.timeouts import Timers
+from omni_proxy.dataplane.loop.timers import Timers
 
 
 class VirtualTime:

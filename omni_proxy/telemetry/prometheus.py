@@ -387,6 +387,6 @@ def fleet_families(fleet: Fleet) -> Iterator[Metric]:
     info = (((w.url, w.model or "", w.origin), 1) for w in workers)
     labels = ("worker", "model", "origin")
     yield from gauges("worker_info", "Model and origin; always 1", labels, info)
-    weights = (((w.url, w.version.shown), 1) for w in workers if w.version.shown)
+    weights = (((w.url, w.weight_version.shown), 1) for w in workers if w.weight_version.shown)
     text = "Weight version; always 1"
     yield from gauges("worker_weights_info", text, ("worker", "version"), weights)

@@ -287,7 +287,7 @@ def _steps_of(exchange: Exchange) -> RequestSteps:
         bytes_out=exchange.bytes_out,
         chunks=exchange.chunks,
         rank=str(target.index) if isinstance(target, DpRank) else "",
-        weight_version=(exchange.version.label or "")[:TEXT_CHARS],
+        weight_version=(exchange.weight_version.label or "")[:TEXT_CHARS],
         candidates=exchange.candidates,
     )
 

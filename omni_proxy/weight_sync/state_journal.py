@@ -383,7 +383,7 @@ class StateJournal:
 
     def _on_cache_cleared(self, worker: Worker) -> None:
         """Drop the pause of a restarted engine: a restart clears the version, a flush does not."""
-        if worker.weight_version is None:
+        if worker.weight_label is None:
             self._on_engine_restarted(worker.url)
 
     def _on_health_change(self, worker: Worker, before: Health) -> None:

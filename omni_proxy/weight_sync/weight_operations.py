@@ -366,7 +366,7 @@ class WeightOperations:
         """Probe targets whose version is unknown and that are not marked uncertain."""
         for url in urls:
             worker = self.fleet.find(url)
-            if worker and worker.weight_version is None and url not in self.journal.uncertain:
+            if worker and worker.weight_label is None and url not in self.journal.uncertain:
                 self._probe.probe_soon(worker)
 
     def _worker_id(self, url: str) -> str:

@@ -57,13 +57,13 @@ def _only_websocket(message: str, *, close: bool) -> HttpError:
     )
 
 
-def encode_handshake(lines: bytes, host_line: bytes, key: bytes) -> bytes:
+def encode_handshake(lines: bytes, own_lines: bytes, key: bytes) -> bytes:
     """The handshake for a worker, with the client's header lines. `key`: base64 of 16 random
     bytes."""
     return (
         b"%b%bupgrade: websocket\r\nconnection: upgrade\r\n"
         b"sec-websocket-version: 13\r\nsec-websocket-key: %b\r\n\r\n"
-        % (_FIELD_LINE.sub(b"", lines), host_line, key)
+        % (_FIELD_LINE.sub(b"", lines), own_lines, key)
     )
 
 

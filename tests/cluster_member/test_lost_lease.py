@@ -120,4 +120,4 @@ async def test_a_version_published_by_another_proxy_releases_the_worker(autojump
         assert cluster.held() == []
         await trio.sleep(LEASE)
         assert cluster.held() == []
-        assert second.version.label == "v1"
+        assert second.weight_version.label == "v1"

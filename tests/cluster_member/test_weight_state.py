@@ -64,12 +64,12 @@ def test_a_worker_is_held_until_it_has_its_new_version(proxies):
     holder.fleet.uncordon(holder.worker(A), "updating")
     seen = []
     other.fleet.watch_worker(
-        lambda worker: seen.append((worker.url, *worker.cordon_reasons, worker.weight_version))
+        lambda worker: seen.append((worker.url, *worker.cordon_reasons, worker.weight_label))
     )
     assert other.followed.apply(holder.state(1, 2, busy=False))
     assert [row for row in seen if row[0] == A] == [(A, "updating", "v1"), (A, "v1")]
     assert other.reasons(A) == set()
-    assert (other.worker(A).weight_version, other.worker(A).weight_epoch) == ("v1", 1)
+    assert (other.worker(A).weight_label, other.worker(A).weight_epoch) == ("v1", 1)
     assert other.journal.published.epoch == 1
 
 

@@ -355,7 +355,7 @@ class World(ManualLoop):
             "fleet": [_worker_state(worker) for worker in self.fleet.workers],
             "idle": {  # a rank shares the connections of its worker
                 worker.url: len(pool.idle)
-                for worker, pool in dataplane.pools.known.items()
+                for worker, pool in dataplane.upstream_pools.known.items()
                 if worker.worker is worker
             },
             "phases": sorted(self.phases),
@@ -424,6 +424,6 @@ def _worker_state(worker):
     health = worker.health
     return (
         worker.url, worker.in_flight, worker.peak_in_flight, list(worker.counts),
-        worker.version is UNKNOWN_VERSION, health.state, health.failed_requests, health.half_open_id,
+        worker.weight_version is UNKNOWN_VERSION, health.state, health.failed_requests, health.half_open_id,
         health.breaker_tripped, health.last_error, health.consecutive_failures,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from omni_proxy.api_keys.key_table import KeyTable
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.dataplane.downstream.connection import Connection
-from omni_proxy.dataplane.loop import timeouts
+from omni_proxy.dataplane.loop import timers
 from tests.dataplane.manual_clock import ManualClock
 from tests.fleet.entries import entry, fleet_of
 
@@ -80,7 +80,7 @@ class ManualLoop:
 
     def wait(self, secs):
         self.clock.now += secs
-        timeouts.expire_tasks(self.dataplane.loop)
+        timers.expire_tasks(self.dataplane.loop)
         self.run_until_idle()
 
     def send_from(self, sock, data):
@@ -96,7 +96,7 @@ class ManualLoop:
             sock.close()
         for task in list(self.dataplane.loop.tasks):
             task.close_coroutine()
-        for pool in self.dataplane.pools.known.values():
+        for pool in self.dataplane.upstream_pools.known.values():
             pool.close()
         self.dataplane.loop.flush()
         self.dataplane.loop._epoll.close()

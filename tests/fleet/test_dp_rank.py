@@ -35,7 +35,7 @@ def test_a_rank_has_its_workers_health_weights_and_settings():
     assert rank.health is worker.health
     fleet.set_version(worker, "v7", 7)
     fleet.cordon(worker, "paused")
-    assert (rank.weight_version, rank.weight_epoch, rank.cordon_reasons) == ("v7", 7, {"paused"})
+    assert (rank.weight_label, rank.weight_epoch, rank.cordon_reasons) == ("v7", 7, {"paused"})
     assert not rank.routable
     assert fleet.candidates(None, 1) == []
 

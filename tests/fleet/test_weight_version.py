@@ -80,12 +80,12 @@ def test_setting_the_same_version_again_is_no_change():
     fleet = fleet_of(entry("a"))
     (worker,) = fleet.workers
     versions = []
-    fleet.watch(lambda: versions.append(worker.version))
+    fleet.watch(lambda: versions.append(worker.weight_version))
     fleet.set_version(worker, "v1", 1)
-    version = worker.version
+    version = worker.weight_version
     fleet.set_version(worker, "v1", 1)
-    assert worker.version is version
-    assert (worker.weight_version, worker.weight_epoch, len(versions)) == ("v1", 1, 1)
+    assert worker.weight_version is version
+    assert (worker.weight_label, worker.weight_epoch, len(versions)) == ("v1", 1, 1)
 
 
 def test_the_version_is_unknown_after_the_process_exits():
@@ -93,7 +93,7 @@ def test_the_version_is_unknown_after_the_process_exits():
     (worker,) = fleet.workers
     fleet.set_version(worker, "v1", 1)
     fleet.process_exited(worker, "SIGKILL", NOW)
-    assert worker.version == UNKNOWN_VERSION
+    assert worker.weight_version == UNKNOWN_VERSION
 
 
 def test_a_label_read_from_the_engine_is_no_change_of_version():

@@ -81,7 +81,7 @@ async def test_the_weight_version_of_a_restarted_worker_is_dropped(
         if number == 1:
             health.fleet.set_version(worker, "v1", 3)
             return health_body(instance="a")
-        assert (worker.weight_version, worker.weight_epoch) == (
+        assert (worker.weight_label, worker.weight_epoch) == (
             ("v1", 3) if number == 2 else (None, 0)
         )
         if number == 2 and error is not None:

@@ -97,7 +97,7 @@ def test_the_policies_of_the_pools_are_summed_over_all_processes():
     prefill = {"name": "cache_aware", "picks": {"matched": 3}, "matched_ratio": 0.5}
     own = SimpleNamespace(stats=dict)
     processes = SimpleNamespace(
-        dataplane=SimpleNamespace(balancer=SimpleNamespace(pools=own)),
+        dataplane=SimpleNamespace(balancer=SimpleNamespace(pool_policies=own)),
         exited_counts=Counter(),
         handles=[handle(prefill=prefill), handle(prefill=prefill, decode={"name": "random"})],
     )

@@ -2,7 +2,7 @@ import pytest
 import trio
 
 from omni_proxy.dataplane import engine_calls
-from omni_proxy.dataplane.loop import timeouts
+from omni_proxy.dataplane.loop import timers
 from tests.program_forkserver import OWN_INTERPRETERS
 from tests.promises.support.early_readers import EarlyReaders
 from tests.promises.support.fakes import answering, counted, fake_workers
@@ -17,7 +17,7 @@ from tools.screenshots.chromium import Browser, find_chromium
 @pytest.fixture(autouse=True)
 def quick_clocks(monkeypatch):
     """Checks deadlines of data planes inside the test more often than four times a second."""
-    monkeypatch.setattr(timeouts, "SWEEP_SECS", 0.02)
+    monkeypatch.setattr(timers, "SWEEP_SECS", 0.02)
     monkeypatch.setattr(engine_calls, "AGAIN_SECS", 0.05)
 
 

@@ -273,7 +273,7 @@ async def test_the_version_of_a_worker_is_read_when_it_becomes_healthy(api, engi
     engines.labels[B] = "v0"  # restarted with its first weights
     api.fleet.cache_cleared(api.worker(B))
     await wait_until_idle()
-    assert [(w.weight_version, w.weight_epoch) for w in api.fleet.workers] == [
+    assert [(w.weight_label, w.weight_epoch) for w in api.fleet.workers] == [
         ("v2", 1), ("v0", 0),
     ]  # fmt: skip
     engines.labels[B] = "v2"

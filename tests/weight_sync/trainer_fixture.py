@@ -116,7 +116,7 @@ def sync_api(folder, **fields):
 
 
 def versions_by_url(api):
-    return {w.url: (w.weight_version, w.weight_epoch) for w in api.fleet.workers}
+    return {w.url: (w.weight_label, w.weight_epoch) for w in api.fleet.workers}
 
 
 def uncertain_workers(api):

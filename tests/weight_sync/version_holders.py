@@ -107,7 +107,7 @@ class ReceiveHarness:
         return completed
 
     def versions(self):
-        return [(w.weight_version, w.weight_epoch) for w in self.api.fleet.workers]
+        return [(w.weight_label, w.weight_epoch) for w in self.api.fleet.workers]
 
     def cordon_reasons(self):
         return [sorted(w.cordon_reasons) for w in self.api.fleet.workers]

@@ -99,6 +99,6 @@ def _verdict(worker: Worker, reasons: list[str]) -> dict[str, object]:
         "reasons": reasons,
         "in_flight": worker.in_flight,
         "health_state": worker.health.state.value,
-        "weight_version": worker.weight_version,
+        "weight_version": worker.weight_label,
         "weight_epoch": worker.weight_epoch,
     }

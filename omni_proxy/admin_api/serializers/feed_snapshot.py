@@ -168,7 +168,7 @@ class Snapshots:
             "silent_secs": instruments.stall_detector.silent_secs(worker, now) if counted else None,
             "routed": sum(worker.routed.values()),
             "failed": sum(worker.failed.values()),
-            "weight_version": worker.weight_version,
+            "weight_version": worker.weight_label,
             "weight_epoch": worker.weight_epoch,
             "origin": worker.origin,
             "weight": worker.weight,

@@ -64,7 +64,7 @@ def _worker_row(worker: Worker, journal: StateJournal) -> dict[str, object]:
     return {
         "worker": worker.url,
         "worker_id": worker.id,
-        "weight_version": worker.weight_version,
+        "weight_version": worker.weight_label,
         "weight_epoch": worker.weight_epoch,
         "routable": worker.routable,
         "held_by": sorted(worker.cordon_reasons),

@@ -186,7 +186,7 @@ def worker_record(worker: Worker) -> dict[str, object]:
         "held_by": sorted(worker.cordon_reasons),
         "half_open": health.is_half_open,
         "trial": health.is_half_open,  # the old name of half_open, for one release
-        "weight_version": worker.weight_version,
+        "weight_version": worker.weight_label,
         "weight_epoch": worker.weight_epoch,
         "health": worker.health_body,
         "role": worker.role,

@@ -99,13 +99,13 @@ class Listener(IoHandler):
         self,
         loop: EventLoop,
         sock: socket.socket,
-        welcome: Callable[[socket.socket, str], None],
+        on_accept: Callable[[socket.socket, str], None],
         *,
         keeps_file: bool = False,
     ) -> None:
         self._loop = loop
         self._sock = sock
-        self.on_accept = welcome
+        self.on_accept = on_accept
         self._stalled = False  # connections may be waiting that no event will report
         self._at_fd_limit = False  # near the descriptor limit: accept no more
         self._pause_logged = False  # the limit was logged; reset when the backlog is empty

@@ -23,7 +23,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.loop.io_task import IoTask
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
 from omni_proxy.dataplane.settings import Settings
-from omni_proxy.dataplane.upstream.acquire import Balancer
+from omni_proxy.dataplane.upstream.balancer import Balancer
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.settings import Settings
-from omni_proxy.dataplane.upstream.acquire import Balancer
+from omni_proxy.dataplane.upstream.balancer import Balancer
 from omni_proxy.fleet.cordon_reasons import PAUSED, WEIGHT_CORDONS
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker

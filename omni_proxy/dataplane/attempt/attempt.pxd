@@ -8,7 +8,7 @@ from omni_proxy.dataplane.upstream.pool cimport UpstreamPool
 from omni_proxy.wire.head_caching.response_heads cimport CachedResponseHead
 
 cpdef tuple length_lines(Py_ssize_t size)
-cpdef bytes encode_request(bytes host_line, list lines, bytes length_line, bytes body)
+cpdef bytes encode_request(bytes own_lines, list lines, bytes length_line, bytes body)
 @cython.locals(loop=EventLoop, now=double, due=double)
 cpdef start_waiting(AttemptIO io, Exchange exchange, double secs)
 @cython.locals(template=CachedResponseHead, head=bytes, body=bytes, digits=bytes, size=Py_ssize_t)

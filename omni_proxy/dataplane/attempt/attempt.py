@@ -21,7 +21,7 @@ from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
 from omni_proxy.dataplane.upstream.outgoing_body import changed_parts
 from omni_proxy.dataplane.upstream.pool import ResponseStart, UpstreamPool
-from omni_proxy.dataplane.upstream.response_reports import host_line_of, read_load, take_load
+from omni_proxy.dataplane.upstream.response_reports import own_lines_of, read_load, take_load
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.system.fd_limit import is_resource_exhaustion
 from omni_proxy.upstream_http.credentials import lines_with_own_key
@@ -80,11 +80,11 @@ class SentRequest(msgspec.Struct, gc=False):
     error: BaseException | None = None  # to raise: a timeout, or the client has disconnected
 
 
-def encode_request(host_line: bytes, lines: list[bytes], length_line: bytes, body: bytes) -> bytes:
+def encode_request(own_lines: bytes, lines: list[bytes], length_line: bytes, body: bytes) -> bytes:
     """The bytes of a request. `lines`: the request line and header lines, in parts; the list is
-    modified. `host_line`: the pool's own lines. `length_line`: of `length_lines`; the body is
+    modified. `own_lines`: the pool's own lines. `length_line`: of `length_lines`; the body is
     framed by it, however the client framed it."""
-    lines += host_line, length_line, body
+    lines += own_lines, length_line, body
     return b"".join(lines)
 
 
@@ -180,7 +180,7 @@ def _idle_stream(io: AttemptIO, pool: UpstreamPool, *, may_redial: bool) -> Stre
 
 
 async def _dial(io: AttemptIO, pool: UpstreamPool) -> Stream:
-    io.set_timeout("dial", io.settings.limits.connect)
+    io.set_timeout("dial", io.settings.timeouts.connect)
     try:
         return await pool.dial(io)
     except OSError as error:
@@ -222,7 +222,7 @@ def _encode(
     exchange: Exchange, head: RequestHead, pool: UpstreamPool, body_stream: StreamedBody | None
 ) -> _Parts:
     worker, lines, body = pool.worker, head.lines, exchange.body
-    host_line = host_line_of(pool, head)
+    own_lines = own_lines_of(pool, head)
     if exchange.rank is not None:
         lines = lines_for_rank(exchange, head)
     if exchange.trace is not None:
@@ -230,18 +230,18 @@ def _encode(
     if worker is not None and worker.api_key_env:
         lines = lines_with_own_key(worker, lines)
     if body_stream is not None:
-        return [body_stream.start_stream(lines + host_line)]
+        return [body_stream.start_stream(lines + own_lines)]
     if not (body or head.length or head.method in (b"POST", b"PUT", b"PATCH")):
-        return [lines + host_line + b"\r\n"]
+        return [lines + own_lines + b"\r\n"]
     parts = changed_parts(exchange)
     if parts is not None:
         size = sum(map(len, parts))
         if size >= JOIN_BYTES:
-            return [encode_request(host_line, [lines], length_lines(size)[1], b""), *parts]
+            return [encode_request(own_lines, [lines], length_lines(size)[1], b""), *parts]
         body = b"".join(parts)
     if len(body) < JOIN_BYTES:
-        return [encode_request(host_line, [lines], length_lines(len(body))[1], body)]
-    return [encode_request(host_line, [lines], length_lines(len(body))[1], b""), body]
+        return [encode_request(own_lines, [lines], length_lines(len(body))[1], body)]
+    return [encode_request(own_lines, [lines], length_lines(len(body))[1], b""), body]
 
 
 def lines_for_rank(exchange: Exchange, head: RequestHead) -> bytes:

@@ -1,11 +1,9 @@
-"""Retries: which failed attempts may be repeated, after which back-off, and at which worker. Also
-reports the end of the last attempt to outlier ejection.
+"""Retries: which failed attempts may be repeated, after which back-off, and at which worker.
 
 Invariant: nothing has been sent to the client yet. A worker that a method returns is already
 acquired. A response whose status is retried is kept, with its connection open, until another worker
 is acquired; if none can be, the client gets it. RetryState is created only after a failed attempt,
-so that successful requests don't pay for it. Outlier ejection gets broken bodies and successful
-responses; never a disconnect of the client.
+so that successful requests don't pay for it.
 """
 
 from __future__ import annotations
@@ -14,59 +12,18 @@ from collections.abc import Collection
 from math import inf
 from typing import Final
 
+from omni_proxy.dataplane.attempt.outlier_reports import FailedStatuses
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange_io import ExchangeIO
-from omni_proxy.dataplane.services import ExchangeServices
-from omni_proxy.dataplane.upstream.acquire import report_failure, report_success
 from omni_proxy.dataplane.upstream.pool import ResponseStart
 from omni_proxy.fleet.worker import FAILED, Worker
-from omni_proxy.routing.routes import VOICE_OWNER
 from omni_proxy.shared.backoff import exponential_delay
 from omni_proxy.wire.aborted_reply import CODE as ABORTED
 from omni_proxy.wire.errors import HttpError
 
-
-def report_end(services: ExchangeServices, exchange: Exchange, worker: Worker) -> None:
-    """Report the end of a response to outlier ejection and the voice registry."""
-    route = exchange.route
-    if exchange.error and exchange.ended_by == "worker":
-        report_failure(services.fleet, exchange, worker, exchange.error)
-    elif exchange.outcome == "completed" and exchange.status < 500:
-        report_success(services.fleet, exchange, worker)
-    if route is not None and route.pinning is VOICE_OWNER and _changed_voices(exchange):
-        services.keep_voices_at(worker)
-
-
-def _changed_voices(exchange: Exchange) -> bool:
-    """Whether an upload or deletion succeeded: its worker owns the voices (note:omni-router 13)."""
-    return exchange.method in ("POST", "DELETE") and 200 <= exchange.status < 300
-
-
 CHANCES: Final = 1000
 FIRST_PAUSE_SECS: Final = 0.05
 MAX_PAUSE_SECS: Final = 1.0
-
-
-class FailedStatuses:
-    """Reports statuses that count against a worker (`counts_as_failed`) to outlier ejection.
-
-    Once for each worker that one request was sent to: otherwise a request that no worker can answer
-    would eject a worker by its own retries.
-    """
-
-    __slots__ = ("_reported",)
-
-    def __init__(self) -> None:
-        self._reported: set[Worker] = set()
-
-    def report(
-        self, services: ExchangeServices, exchange: Exchange, worker: Worker, status: int
-    ) -> None:
-        if not counts_as_failed(status, services.settings.config.routing.retry_on):
-            return
-        if worker not in self._reported:
-            self._reported.add(worker)
-            report_failure(services.fleet, exchange, worker, f"status={status}", status)
 
 
 class RetryState:
@@ -206,17 +163,6 @@ def allowed_attempts(max_total_retries: int) -> int:
 def may_retry(failure: str, attempts: int, allowed: int, retry_on: Collection[str]) -> bool:
     """`failure`: a name as in `retry_on`. `attempts`: how many attempts of `allowed` were made."""
     return attempts < allowed and failure in retry_on
-
-
-def counts_as_failed(status: int, retry_on: Collection[str]) -> bool:
-    """Whether a worker's response with this status counts against it.
-
-    A gateway's 502 and 504 always do. A 503 means "busy", which is no failure. Other 5xx do if they
-    are retried: a retry of a 500 implies that it is a failure of the worker.
-    """
-    if status < 500 or status == 503:
-        return False
-    return status in (502, 504) or str(status) in retry_on
 
 
 def pause_secs(pauses: int, chance: float) -> float:

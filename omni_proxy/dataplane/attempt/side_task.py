@@ -114,7 +114,7 @@ async def read_body(io: AttemptIO, start: ResponseStart, phase: str, max_bytes: 
                 raise UpstreamProtocolError(f"a body of more than {max_bytes} bytes")
         if response.is_complete:
             break
-        io.set_timeout(phase, io.settings.limits.idle)
+        io.set_timeout(phase, io.settings.timeouts.idle)
         await wait_for_read(io, stream)
         received = stream.read(READ_BYTES)
         if received is None:

@@ -8,8 +8,8 @@ for one of the transfer; the prefill leg reports its own. Source: note:features 
 from __future__ import annotations
 
 from omni_proxy.dataplane.attempt.attempt import STALE_CONNECTION
+from omni_proxy.dataplane.attempt.outlier_reports import FailedStatuses, report_failure
 from omni_proxy.dataplane.attempt.retry import (
-    FailedStatuses,
     RetryPauses,
     allowed_attempts,
     may_retry,
@@ -19,7 +19,6 @@ from omni_proxy.dataplane.attempt.side_task import HeldResponse
 from omni_proxy.dataplane.disaggregation.prefill_leg import PairFailed
 from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 from omni_proxy.dataplane.exchange_io import ExchangeIO
-from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.fleet.worker import FAILED, Worker
 from omni_proxy.wire.errors import HttpError
 

@@ -22,7 +22,11 @@ from omni_proxy.dataplane.attempt.attempt import (
     read_complete_response,
     run_attempt,
 )
-from omni_proxy.dataplane.attempt.retry import FailedStatuses
+from omni_proxy.dataplane.attempt.outlier_reports import (
+    FailedStatuses,
+    report_failure,
+    report_success,
+)
 from omni_proxy.dataplane.attempt.side_task import (
     HeldResponse,
     SideTask,
@@ -35,7 +39,6 @@ from omni_proxy.dataplane.loop.event_loop import EventLoop, Steppable
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
-from omni_proxy.dataplane.upstream.acquire import report_failure, report_success
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.dataplane.upstream.response_reports import learn_from, prediction_of_leg
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
@@ -178,8 +181,8 @@ class PrefillLeg(SideTask):
         loop.tasks.add(self)
         # As `start_waiting`, but the proxy's own time is counted only for the decode leg.
         exchange.sent_at = loop.now
-        self.set_timeout("wait", self.settings.limits.prefill_head)
-        stream.write_soon(encode_request(pool.host_line, [lines], length_line, body))
+        self.set_timeout("wait", self.settings.timeouts.prefill_head)
+        stream.write_soon(encode_request(pool.own_lines, [lines], length_line, body))
 
     def step(self, error: BaseException | None = None) -> None:
         """Without a coroutine, handle an event of the connection or a timeout. Anything but an
@@ -244,7 +247,7 @@ class PrefillLeg(SideTask):
     @property
     def response_head_secs(self) -> float:
         """A pair without a response is ended early: its engines might wait for minutes."""
-        return self.settings.limits.prefill_head
+        return self.settings.timeouts.prefill_head
 
     async def run(self) -> None:
         try:
@@ -265,7 +268,9 @@ class PrefillLeg(SideTask):
         exchange = self.exchange
         sent, self._sent = self._sent, None
         pool = (
-            sent.pool if sent is not None else self.services.pools.of(exchange.rank or self.worker)
+            sent.pool
+            if sent is not None
+            else self.services.upstream_pools.of(exchange.rank or self.worker)
         )
         head = self._head
         if head.lines is not self._lines:
@@ -290,8 +295,8 @@ class PrefillLeg(SideTask):
         return self.failure
 
     def _settle_timeout(self) -> None:
-        secs = self.settings.limits.transfer
-        if secs < self.settings.limits.response_head and self.failure is not None:
+        secs = self.settings.timeouts.transfer
+        if secs < self.settings.timeouts.response_head and self.failure is not None:
             self._fail("response_timeout", f"no response within {secs:g} s", 504).is_transfer = True
 
     @property

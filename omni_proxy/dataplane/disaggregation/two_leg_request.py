@@ -22,7 +22,7 @@ from omni_proxy.dataplane.attempt.attempt import (
     SentRequest,
     run_attempt,
 )
-from omni_proxy.dataplane.attempt.retry import report_end
+from omni_proxy.dataplane.attempt.outlier_reports import report_end
 from omni_proxy.dataplane.attempt.side_task import (
     AnswerCut,
     hold_response,
@@ -219,7 +219,7 @@ class TwoLegDriver:
     async def _by_nixl(self, legs: TwoLegs, body: JsonText) -> ResponseStart:
         edits = nixl.prefill_edits(self._requests.path, body)
         leg = self._start_leg(legs, edits, needs_payload=True)
-        self._io.set_timeout("prefill", self._io.settings.limits.total)
+        self._io.set_timeout("prefill", self._io.settings.timeouts.total)
         return await self._after_prefill(legs, leg)
 
     async def _after_prefill(self, legs: TwoLegs, leg: PrefillLeg) -> ResponseStart:
@@ -249,7 +249,7 @@ class TwoLegDriver:
             return cached_id
         query = EngineIdQuery(services, self._io, prefill)
         query.start()
-        self._io.set_timeout("prefill", self._io.settings.limits.total)
+        self._io.set_timeout("prefill", self._io.settings.timeouts.total)
         try:
             await wait_for(self._io, query)
         finally:
@@ -303,7 +303,11 @@ class TwoLegDriver:
             raise leg.failure
         self._open_to = leg
         io.connections = "redialled" if legs.prefill is None else self._connections
-        pool = sent.pool if sent is not None else io.services.pools.of(exchange.rank or worker)
+        pool = (
+            sent.pool
+            if sent is not None
+            else io.services.upstream_pools.of(exchange.rank or worker)
+        )
         try:
             start = await run_attempt(io, exchange, head, pool, sent)
             if start.response.status >= 400:
@@ -336,7 +340,7 @@ class TwoLegDriver:
     async def _first_chunk(self, start: ResponseStart) -> None:
         """Wait for the first chunk. Raises AttemptFailed, UpstreamProtocolError."""
         io, response, stream = self._io, start.response, start.stream
-        io.set_timeout("first", io.settings.limits.first_byte)
+        io.set_timeout("first", io.settings.timeouts.first_byte)
         if self._transfer_due:  # a response head does not prove that the transfer has ended
             io.limit_phase(self._transfer_due)
         while not start.chunk and not response.is_complete:
@@ -363,7 +367,7 @@ class TwoLegDriver:
         io, response = self._io, start.response
         logprobs = {}
         if leg_edits.merges_logprobs:
-            io.set_timeout("prefill", io.settings.limits.idle)
+            io.set_timeout("prefill", io.settings.timeouts.idle)
             await wait_for(io, leg)
             if leg.failure is not None:
                 raise leg.failure
@@ -398,7 +402,10 @@ class TwoLegDriver:
         prefill = legs.prefill if legs is not None else None
         if prefill is None or worker is None or self._leg is None:
             return
-        if worker.version is exchange.version and self._leg.worker.version is prefill.version:
+        if (
+            worker.weight_version is exchange.weight_version
+            and self._leg.worker.weight_version is prefill.weight_version
+        ):
             return
         error = "the weights changed between the legs"
         failure = PairFailed("decode", worker, "weights_changed", error, 503)
@@ -477,7 +484,7 @@ def free_late_leg(rid: str, leg: PrefillLeg) -> None:
 def limit_decode_phase(io: ExchangeIO) -> float:
     """Prefill has ended: limit the phase. Returns when the decode worker must have begun, 0.0 for
     no limit."""
-    secs = io.settings.limits.transfer
+    secs = io.settings.timeouts.transfer
     if secs == inf:
         return 0.0
     due = io.loop.now + secs

@@ -166,7 +166,7 @@ class Connection(ExchangeIO):
                     self.unread = buffer[end:]
                     return buffer[:end]
                 if not searched:
-                    self.set_timeout("head", self.settings.limits.client_head)
+                    self.set_timeout("head", self.settings.timeouts.client_head)
                 searched = len(buffer)
             if self.must_wait_for(client):
                 await self._wait_for_client(buffer)

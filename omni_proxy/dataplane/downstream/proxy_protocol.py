@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 async def read_proxy_header(io: ExchangeIO) -> None:
     """Raises ClientDisconnected, PhaseTimeout, OSError."""
     client = io.client
-    io.set_timeout("head", io.settings.limits.client_head)
+    io.set_timeout("head", io.settings.timeouts.client_head)
     header = None
     while header is None:
         if io.must_wait_for(client):

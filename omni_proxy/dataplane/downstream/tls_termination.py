@@ -112,7 +112,7 @@ async def accept_tls(
     """
     if reads_proxy_header:
         await read_proxy_header(io)
-    io.set_timeout("handshake", io.settings.limits.client_head)
+    io.set_timeout("handshake", io.settings.timeouts.client_head)
     first = await read_handshake_bytes(io, io.client)
     if first[:1] != RECORD and first[:1].isalpha():
         raise HttpError(

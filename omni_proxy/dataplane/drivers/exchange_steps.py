@@ -17,7 +17,8 @@ from omni_proxy.admin_ops.admin_route_table import is_known
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.admission.caller_admission import begin_call, check_models_form, reserve
 from omni_proxy.dataplane.attempt.attempt import AttemptFailed, SentRequest, run_attempt
-from omni_proxy.dataplane.attempt.retry import RetryState, report_end
+from omni_proxy.dataplane.attempt.outlier_reports import report_end, report_failure
+from omni_proxy.dataplane.attempt.retry import RetryState
 from omni_proxy.dataplane.disaggregation.two_leg_request import respond_in_two_legs
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.request_id import add_forwarded, id_from_body, new_request_id
@@ -33,7 +34,6 @@ from omni_proxy.dataplane.relay.request_body import RequestBody
 from omni_proxy.dataplane.relay.response_relay import relay
 from omni_proxy.dataplane.relay.sse_keepalive import SseKeepAlive
 from omni_proxy.dataplane.relay.stored_responses import creates_stored_response, watch_response
-from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.upstream.fleet_requirements import (
     RequestParts,
     complete_requirements,
@@ -136,7 +136,7 @@ async def _start_body(
     io: ExchangeIO, exchange: Exchange, head: RequestHead, limit: int
 ) -> RequestBody:
     if head.expects_continue and not io.unread:
-        io.set_timeout("body", io.settings.limits.client_body)
+        io.set_timeout("body", io.settings.timeouts.client_body)
         await io.write(io.client, b"HTTP/1.1 100 Continue\r\n\r\n")
     return RequestBody(io, exchange, head, limit)
 
@@ -231,7 +231,7 @@ def _inspected(
     if io.settings.forwarded is not None:
         add_forwarded(io.settings.forwarded, exchange, head)
     io.check_client(half_close_aborts=io.settings.half_close_aborts)
-    if need.stream and io.settings.limits.sse_keepalive:
+    if need.stream and io.settings.timeouts.sse_keepalive:
         io.keepalive = SseKeepAlive(io, exchange, head)
     return respond_by_worker(io, exchange, head)
 
@@ -253,7 +253,7 @@ def set_requirements(
     if balancer.always_special or need.alias is not None:
         is_special = _set_special(io, exchange, need, lines, body)
     if not need.stream:
-        io.deadline = io.loop.now + io.settings.limits.total
+        io.deadline = io.loop.now + io.settings.timeouts.total
     return is_special
 
 
@@ -288,7 +288,9 @@ async def respond_by_worker(
     while True:
         if exchange.legs is not None:
             return await respond_in_two_legs(io, exchange, head, respond_by_worker)
-        pool = sent.pool if sent is not None else services.pools.of(exchange.rank or worker)
+        pool = (
+            sent.pool if sent is not None else services.upstream_pools.of(exchange.rank or worker)
+        )
         try:
             start = await run_attempt(io, exchange, head, pool, sent)
         except AttemptFailed as error:
@@ -314,7 +316,7 @@ async def respond_by_worker(
 
 async def _respond_by_admin_api(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> bool:
     """Relay to the admin API: as for a worker, but without policy, health and diagnostics."""
-    settings, pools = io.settings, io.services.pools
+    settings, pools = io.settings, io.services.upstream_pools
     limit = settings.config.admin.max_body_bytes
     body = io.take_received_body(exchange, head.length, limit)
     if body is None:

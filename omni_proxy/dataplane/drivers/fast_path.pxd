@@ -9,7 +9,7 @@ from omni_proxy.dataplane.relay.response_relay cimport diagnostic_fields
 from omni_proxy.dataplane.loop.stream cimport Stream
 from omni_proxy.dataplane.loop.task cimport EventHandler
 from omni_proxy.dataplane.services cimport ExchangeServices
-from omni_proxy.dataplane.upstream.acquire cimport Balancer
+from omni_proxy.dataplane.upstream.balancer cimport Balancer
 from omni_proxy.dataplane.attempt.attempt cimport (
     encode_request, length_lines, read_complete_response, start_waiting,
 )

@@ -229,15 +229,15 @@ class FastPath(EventHandler):
                 length_line = length_lines(len(body))[1]
         except _REFUSALS:
             return False
-        pool = services.pools.known.get(target) or services.pools.of(target)
+        pool = services.upstream_pools.known.get(target) or services.upstream_pools.of(target)
         if (upstream := pool.reuse(self)) is None:
             return False
         io.upstream = self.waiting_on = upstream
         self._pool = pool
         if worker.api_key_env or exchange.trace is not None:
             lines = self._lines_for(exchange, target, lines)
-        request = encode_request(pool.host_line, lines, length_line, body)
-        start_waiting(io, exchange, io.settings.limits.response_head)
+        request = encode_request(pool.own_lines, lines, length_line, body)
+        start_waiting(io, exchange, io.settings.timeouts.response_head)
         upstream.write_soon(request)
         return not upstream.readable
 
@@ -286,7 +286,7 @@ class FastPath(EventHandler):
             or client.pending
             or io.close_after_response
             or exchange.half_open_id
-            or worker.version is not exchange.version
+            or worker.weight_version is not exchange.weight_version
             or worker.health.failed_requests
         ):
             return False
@@ -294,7 +294,8 @@ class FastPath(EventHandler):
         length_line = LENGTHS[size][1] if size < CACHED_LENGTHS else length_lines(size)[1]
         exchange.response_head_at = exchange.first_at = io.loop.now
         client.write_soon(b"".join([
-            template.lines, *diagnostic_fields(exchange), exchange.version.lines, length_line, body,
+            template.lines, *diagnostic_fields(exchange), exchange.weight_version.lines,
+            length_line, body,
         ]))  # fmt: skip
         # inlined: Exchange.end
         exchange.status, exchange.chunks, exchange.bytes_out = template.status, 1, size

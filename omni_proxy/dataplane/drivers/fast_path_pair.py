@@ -3,10 +3,10 @@
     sglang, mooncake   both legs are sent at the same time; decode's response is relayed
     nixl               the prefill leg is sent; after its complete response, the decode leg
 
-It calls the same functions as the driver and makes no decisions of its own. At the first unusual
+It calls the same functions as the coroutine and makes no decisions of its own. At the first unusual
 step (a response in parts or an error, a leg that fails, a timeout, a client that disconnects, log
-probabilities to merge, a sampled trace) the driver continues with the legs that were sent.
-Contract: as for `drivers.fast_path`; the driver never sends a leg again that has begun.
+probabilities to merge, a sampled trace) the coroutine continues with the legs that were sent.
+Contract: as for `drivers.fast_path`; the coroutine never sends a leg again that has begun.
 """
 
 from __future__ import annotations
@@ -166,14 +166,14 @@ class FastPairPath(FastPath):
         return True
 
     def _send_legs(self, exchange: Exchange, lines: list[bytes], body: bytes) -> bool:
-        """Send the legs. False if the driver must continue. Raises HttpError before anything is
-        sent."""
+        """Send the legs. False if the coroutine must continue. Raises HttpError before anything
+        is sent."""
         legs, need, worker, io = exchange.legs, exchange.requirements, exchange.worker, self._io
         other = legs.prefill if legs is not None else None
         prefill = other.worker if other is not None else None
         if legs is None or other is None or prefill is None or need is None or worker is None:
             return False
-        trace, pools, waits = exchange.trace, io.services.pools, legs.connector == "nixl"
+        trace, pools, waits = exchange.trace, io.services.upstream_pools, legs.connector == "nixl"
         known_pools = pools.known
         target = other.rank or prefill
         pool = prefill_pool = known_pools.get(target) or pools.of(target)
@@ -211,7 +211,7 @@ class FastPairPath(FastPath):
         if for_decode is None:
             self._body = body
             leg.on_end = self._prefill_ended
-            io.set_timeout("prefill", io.settings.limits.total)
+            io.set_timeout("prefill", io.settings.timeouts.total)
             self.waiting_on, self._after_prefill.waiting_on = None, leg
             return True
         if self._has_failed(leg):
@@ -238,7 +238,7 @@ class FastPairPath(FastPath):
     def _sglang_bodies(
         self, legs: TwoLegs, prefill: Worker, body: bytes, need: Requirements, rank: DpRank | None
     ) -> _Bodies | None:
-        """Bodies of both legs; None if the driver must continue. `rank`: of the decode worker.
+        """Bodies of both legs; None if the coroutine must continue. `rank`: of the decode worker.
         Raises HttpError 400."""
         path, port, random_below = self._path, prefill.bootstrap_port, self._random_below
         prefill_rank = legs.prefill.rank if legs.prefill is not None else None
@@ -300,16 +300,16 @@ class FastPairPath(FastPath):
 
     def _send_after_prefill(self, leg: PrefillLeg) -> bool:
         """NIXL: send the decode leg with the parameters of the prefill response. False if the
-        driver must send it."""
+        coroutine must send it."""
         exchange, json = self._io.exchange, self._json
         if exchange is None or exchange.legs is None or exchange.worker is None:
             return False
-        worker, pools = exchange.worker, self._io.services.pools
+        worker, pools = exchange.worker, self._io.services.upstream_pools
         target = exchange.rank or worker
         pool = pools.known.get(target) or pools.of(target)
-        if not pool.idle or worker.version is not exchange.version:
+        if not pool.idle or worker.weight_version is not exchange.weight_version:
             return False
-        if leg.worker.version is not leg.exchange.version:
+        if leg.worker.weight_version is not leg.exchange.weight_version:
             return False
         params = take_params(exchange.legs, leg)
         if json is None:
@@ -329,8 +329,8 @@ class FastPairPath(FastPath):
         lines, worker = self._lines, exchange.worker
         if worker is not None and worker.api_key_env:
             lines = lines_with_own_key(worker, lines)
-        request = encode_request(pool.host_line, [lines], length_line, body)
-        start_waiting(io, exchange, io.settings.limits.response_head)
+        request = encode_request(pool.own_lines, [lines], length_line, body)
+        start_waiting(io, exchange, io.settings.timeouts.response_head)
         upstream.write_soon(request)
         return not upstream.readable
 
@@ -340,7 +340,10 @@ class FastPairPath(FastPath):
         leg, legs, pool, worker = self._leg, exchange.legs, self._pool, exchange.worker
         if leg is None or legs is None or pool is None or worker is None:
             return super()._relay(exchange, upstream, chunk)
-        if worker.version is not exchange.version or leg.worker.version is not leg.exchange.version:
+        if (
+            worker.weight_version is not exchange.weight_version
+            or leg.worker.weight_version is not leg.exchange.weight_version
+        ):
             return False
         if pool.response_template.status >= 400:
             pool.response_template = NOT_CACHED  # the next step sets it for this response

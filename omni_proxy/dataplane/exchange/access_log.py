@@ -68,9 +68,9 @@ def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
         **_legs_fields(exchange, worker),
         "policy": exchange.policy or None,
         "attempts": exchange.attempts,
-        "weight_version": exchange.version.label,
-        "weight_epoch": exchange.version.epoch or None,
-        "weight_version_end": worker.version.shown if worker is not None and spans else None,
+        "weight_version": exchange.weight_version.label,
+        "weight_epoch": exchange.weight_version.epoch or None,
+        "weight_version_end": worker.weight_version.shown if worker is not None and spans else None,
         "tried": [
             {"worker": tried.url, "outcome": outcome}
             for tried, outcome in exchange.attempt_results()

@@ -13,6 +13,6 @@ cdef class Exchange:
     cdef public list failed_attempts
     cdef public object client, method, target, trace, route, policy, caller
     cdef public object request_bucket, token_bucket, worker, rank, legs, last_worker, last_rank
-    cdef public object version, worker_seen, candidates, outcome, ended_by, error, phase
+    cdef public object weight_version, worker_seen, candidates, outcome, ended_by, error, phase
 
     cpdef recycle(self, double now)

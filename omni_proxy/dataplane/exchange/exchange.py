@@ -39,7 +39,7 @@ class Exchange:
         "method", "outcome", "own_secs", "phase", "policy", "queued_secs", "rank",
         "relayed", "request_bucket", "request_id", "request_id_line", "requirements",
         "reserved", "response_head_at", "route", "sent_at", "single_chunk", "spare_leg",
-        "started_at", "status", "stream", "target", "token_bucket", "trace", "version",
+        "started_at", "status", "stream", "target", "token_bucket", "trace", "weight_version",
         "worker", "worker_seen",
     )  # fmt: skip
 
@@ -79,7 +79,9 @@ class Exchange:
         # Of the last attempt that has ended.
         self.last_worker: Worker | None = None
         self.last_rank: DpRank | None = None
-        self.version: WeightVersion = UNKNOWN_VERSION  # of the worker at the start of the attempt
+        self.weight_version: WeightVersion = (
+            UNKNOWN_VERSION  # of the worker at the start of the attempt
+        )
         self.worker_seen: tuple[str, bool, bool] = ("", False, False)
         self.attempts = 0
         # Failed attempts: worker or rank, and the result.
@@ -150,7 +152,7 @@ class Exchange:
 
     def spans_versions(self, worker: Worker) -> bool:
         """Whether the weights changed between the start and the end of its response."""
-        return self.relayed and worker.version.differs_from(self.version)
+        return self.relayed and worker.weight_version.differs_from(self.weight_version)
 
 
 class TwoLegs(msgspec.Struct, gc=False, eq=False):

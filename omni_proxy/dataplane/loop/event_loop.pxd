@@ -21,8 +21,8 @@ cdef class EventLoop:
     cdef public bint _ended_early
     cdef public list _unhandled
     cdef public list _ready
-    cdef public double _host_checked_at
-    cdef public object _host
+    cdef public double _trio_checked_at
+    cdef public object _trio
     cdef public bint _parked
     cdef public int _wakeup_fd
     cdef public list _handlers

@@ -3,7 +3,7 @@
 It runs plain coroutines (see `task`) and yields to trio's other tasks when they need to run.
 Invariant: sockets are closed after the iteration, so that a stale event can't reach a reused
 descriptor; an exception ends only the connection that raised it. It awaits trio in only two
-places, and no other task of trio waits longer than one iteration plus `HOST_CHECK_SECS`. An
+places, and no other task of trio waits longer than one iteration plus `TRIO_CHECK_SECS`. An
 iteration that takes long ends early, and the next one continues with its events.
 A trio task for each connection would cost more CPU per request: see docs/performance.md.
 """
@@ -20,14 +20,14 @@ from typing import Final, Protocol
 
 import trio
 
-from omni_proxy.dataplane.loop.trio_scheduling import HostLoop
+from omni_proxy.dataplane.loop.trio_scheduling import TrioActivity
 
 ALL_EVENTS: Final = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET
 # A long iteration flushes all at this number, which bounds the delay of the first one. Not Final:
 # tests set it, and CHECK_EVENTS.
 MAX_PENDING_WRITERS = 32
 BUSY_POLL_SECS: Final = 0.004  # under load, waiting in epoll is cheaper than waiting in trio
-HOST_CHECK_SECS: Final = 0.001  # interval of checks whether trio has ready I/O
+TRIO_CHECK_SECS: Final = 0.001  # interval of checks whether trio has ready I/O
 # Per iteration. With fewer, clients and workers wait for more iterations, which costs CPU time.
 MAX_EVENTS: Final = 64
 # Events between two reads of the clock, and between two flushes; more woken tasks than this read it
@@ -96,8 +96,8 @@ class EventLoop:
         self._ended_early = False  # the last iteration has left events or tasks to the next one
         self._unhandled: list[tuple[int, int]] = []  # events of an iteration that ended early
         self._ready: list[Steppable] = []  # stepped in the next iterations, even without an event
-        self._host_checked_at = self.now
-        self._host: HostLoop | None = None  # set while the loop runs
+        self._trio_checked_at = self.now
+        self._trio: TrioActivity | None = None  # set while the loop runs
         self._parked = False  # waits in trio for an event or the wake-up descriptor
         self._wakeup_fd = -1  # open while the loop runs
         self._handlers: list[IoHandler | None] = []  # indexed by descriptor
@@ -157,10 +157,10 @@ class EventLoop:
             self._parked = False
             os.eventfd_write(self._wakeup_fd, 1)
 
-    def request_host_turn(self) -> None:
+    def request_trio_turn(self) -> None:
         """Yield to trio soon. Call it after changing a trio deadline from a connection task."""
-        if self._host is not None:
-            self._host.request_turn()
+        if self._trio is not None:
+            self._trio.request_turn()
 
     @property
     def connections(self) -> int:
@@ -185,36 +185,38 @@ class EventLoop:
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until cancelled; then run every task's `finally` blocks and close every socket."""
-        host = self._host = HostLoop(self.clock)
+        trio_activity = self._trio = TrioActivity(self.clock)
         self._open_wakeup()
-        trio.lowlevel.add_instrument(host)
+        trio.lowlevel.add_instrument(trio_activity)
         try:
             task_status.started()
             while True:
                 events, self._unhandled = self._unhandled, []
                 if not events:
-                    busy = host.waiting or self._ready or self.admin_exchanges
+                    busy = trio_activity.waiting or self._ready or self.admin_exchanges
                     events = self._epoll.poll(0 if busy else BUSY_POLL_SECS, MAX_EVENTS)
                 if not events and not self._ready:
-                    self._host_checked_at = self.clock()
+                    self._trio_checked_at = self.clock()
                     self._parked = True
                     await trio.lowlevel.wait_readable(self._epoll.fileno())
                     self._parked = False
-                    host.refresh()
+                    trio_activity.refresh()
                     continue
                 self._run_batch(events)
                 now = self.clock()  # `self.now` is from before the events, which may take long
-                if not (self._ended_early or host.waiting or now >= host.next_deadline):
-                    if now - self._host_checked_at < HOST_CHECK_SECS:
+                if not (
+                    self._ended_early or trio_activity.waiting or now >= trio_activity.next_deadline
+                ):
+                    if now - self._trio_checked_at < TRIO_CHECK_SECS:
                         continue
-                    self._host_checked_at = now
-                    if not host.has_events():
+                    self._trio_checked_at = now
+                    if not trio_activity.has_events():
                         continue
                 self._ended_early = False
                 await trio.lowlevel.checkpoint()
-                host.refresh()
+                trio_activity.refresh()
         finally:
-            trio.lowlevel.remove_instrument(host)
+            trio.lowlevel.remove_instrument(trio_activity)
             self.ended = True
             for task in list(self.tasks):
                 task.close_coroutine()

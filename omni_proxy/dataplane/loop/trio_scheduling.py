@@ -16,10 +16,10 @@ from typing import Final
 
 import trio
 
-MAX_HOST_WAIT_SECS: Final = 0.05  # maximum between two turns of trio, whatever its statistics
+MAX_TRIO_WAIT_SECS: Final = 0.05  # maximum between two turns of trio, whatever its statistics
 
 
-class HostLoop(trio.abc.Instrument):
+class TrioActivity(trio.abc.Instrument):
     """The known work of trio. Create it in the event loop's own trio task.
 
     `waiting`: a task of trio can run. `next_deadline`: when trio's next deadline expires, by
@@ -46,7 +46,7 @@ class HostLoop(trio.abc.Instrument):
         self.waiting = self._turns_due > 0
         self._turns_due -= self.waiting
         secs = trio.lowlevel.current_statistics().seconds_to_next_deadline
-        self.next_deadline = self._clock() + min(secs, MAX_HOST_WAIT_SECS)
+        self.next_deadline = self._clock() + min(secs, MAX_TRIO_WAIT_SECS)
 
     def has_events(self) -> bool:
         """Whether a socket, a thread or a signal has an event for trio. Always true if that can't

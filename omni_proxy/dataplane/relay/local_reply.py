@@ -71,7 +71,7 @@ async def send_reply(
 ) -> None:
     """Send a local reply. `keep`: the connection continues after it."""
     io.deadline = inf
-    io.set_timeout("refuse", io.settings.limits.idle)
+    io.set_timeout("refuse", io.settings.timeouts.idle)
     await io.write(io.client, reply)
     exchange.bytes_out += body_bytes
     if not keep:

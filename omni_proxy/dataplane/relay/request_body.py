@@ -162,7 +162,7 @@ class RequestBody:
 
     async def _read(self) -> bytes:
         io = self._io
-        io.set_timeout("body", io.settings.limits.client_body)
+        io.set_timeout("body", io.settings.timeouts.client_body)
         try:
             chunk = await io.read(io.client, self._read_bytes)
         except OSError:
@@ -174,7 +174,7 @@ class RequestBody:
     async def _read_unless_response(self, upstream: Stream) -> bytes | None:
         """As `_read`; None if the worker responds first."""
         io, client = self._io, self._io.client
-        io.set_timeout("body", io.settings.limits.client_body)
+        io.set_timeout("body", io.settings.timeouts.client_body)
         while not upstream.has_input():
             if io.must_wait_for(client):
                 if not client.readable:
@@ -195,7 +195,7 @@ class RequestBody:
         """Send all bytes that were read to the worker. False as in `stream_to`."""
         io = self._io
         if self._out:
-            io.set_timeout("send", io.settings.limits.response_head)
+            io.set_timeout("send", io.settings.timeouts.response_head)
         while self._out:
             if upstream.has_input():
                 return False

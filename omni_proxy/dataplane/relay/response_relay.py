@@ -105,9 +105,9 @@ async def _relay_rest(
 ) -> None:
     """Relay the body after the head was sent. Raises as `_relay_chunks`."""
     if start.chunk:
-        io.set_timeout("relay", io.settings.limits.idle)
+        io.set_timeout("relay", io.settings.timeouts.idle)
     else:
-        io.set_timeout("first", io.settings.limits.first_byte)
+        io.set_timeout("first", io.settings.timeouts.first_byte)
     if io.keepalive is not None:
         await io.keepalive.for_first_chunk(start.stream, start.response)
     start.response.lines = b""
@@ -143,7 +143,7 @@ def _relay_chunks(
     upstream: Stream = start.stream
     client: Stream = io.client
     response, loop = start.response, io.loop
-    idle, deadline = io.settings.limits.idle, io.deadline
+    idle, deadline = io.settings.timeouts.idle, io.deadline
     keeps_last_chunk = io.settings.keeps_last_chunk or exchange.reads_usage()
     gaps = _gap_recorder(io, exchange)
     late, before, longest = gaps.late, exchange.first_at, 0.0
@@ -228,7 +228,7 @@ async def _send_slowly(io: ExchangeIO, view: memoryview) -> None:
     """Wait for a client that reads more slowly than the worker sends; the worker is not read in
     that time."""
     phase, client = io.phase, io.client
-    io.set_timeout("client", io.settings.limits.idle)
+    io.set_timeout("client", io.settings.timeouts.idle)
     while True:
         if not client.pending:
             try:
@@ -238,7 +238,7 @@ async def _send_slowly(io: ExchangeIO, view: memoryview) -> None:
             except OSError:
                 raise ClientDisconnected from None
             else:
-                io.set_timeout("client", io.settings.limits.idle)
+                io.set_timeout("client", io.settings.timeouts.idle)
             if not view:
                 break
         io.waiting_on = client
@@ -332,10 +332,10 @@ def rate_lines(exchange: Exchange) -> bytes:
 def version_fields(exchange: Exchange) -> bytes:
     """Header lines with the weight version at the start of the attempt, and the current one if it
     differs."""
-    start_version, worker = exchange.version, exchange.worker
-    if worker is None or worker.version is start_version:
+    start_version, worker = exchange.weight_version, exchange.worker
+    if worker is None or worker.weight_version is start_version:
         return start_version.lines
-    return start_version.lines + worker.version.end_header_lines(start_version)
+    return start_version.lines + worker.weight_version.end_header_lines(start_version)
 
 
 def encode_head(

@@ -39,7 +39,7 @@ class SseKeepAlive:
     def __init__(self, io: ExchangeIO, exchange: Exchange, head: RequestHead) -> None:
         self._io = io
         self._exchange = exchange
-        self._secs = io.settings.limits.sse_keepalive
+        self._secs = io.settings.timeouts.sse_keepalive
         self._chunked = not head.http_1_0
         self.begun = False
         # A stream of speech may be plain audio, in which comments are not allowed.
@@ -95,7 +95,7 @@ class SseKeepAlive:
             self.begun = True
             chunk = self._head() + chunk
         io = self._io
-        io.set_timeout(io.phase, io.settings.limits.idle)
+        io.set_timeout(io.phase, io.settings.timeouts.idle)
         try:
             await io.write(io.client, chunk)
         except PhaseTimeout:
@@ -142,7 +142,7 @@ class SseKeepAlive:
     async def _body_of(self, start: ResponseStart) -> bytes:
         io, response = self._io, start.response
         payload = Unchunker().feed if response.framing is Framing.CHUNKED else bytes
-        io.set_timeout("relay", io.settings.limits.idle)
+        io.set_timeout("relay", io.settings.timeouts.idle)
         body = payload(start.chunk) if start.chunk else b""
         with contextlib.suppress(OSError, UpstreamProtocolError, PhaseTimeout):
             while not response.is_complete and len(body) < ERROR_BYTES:

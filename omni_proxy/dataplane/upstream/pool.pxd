@@ -7,7 +7,7 @@ cdef class UpstreamPool:
     cdef public object _address, worker
     cdef public CachedResponseHead response_template
     cdef public EventLoop loop
-    cdef public bytes host_line, hop_line
+    cdef public bytes own_lines, hop_line
     cdef public bint asks_for_load, closed
     cdef public list idle
 

@@ -41,9 +41,9 @@ class UpstreamPool:
         "asks_for_load",
         "closed",
         "hop_line",
-        "host_line",
         "idle",
         "loop",
+        "own_lines",
         "response_template",
         "worker",
     )
@@ -54,9 +54,9 @@ class UpstreamPool:
         self.loop = loop
         self._address = address
         self.worker: Worker | None = None
-        self.host_line = f"host: {host}\r\n".encode("latin-1")
-        self.asks_for_load = False  # `host_line` has the field that requests the engine's load
-        self.hop_line = b""  # the hop field in `host_line`, see `wire.forwarded`
+        self.own_lines = f"host: {host}\r\n".encode("latin-1")
+        self.asks_for_load = False  # `own_lines` has the field that requests the engine's load
+        self.hop_line = b""  # the hop field in `own_lines`, see `wire.forwarded`
         self.idle: list[Stream] = []  # last in, first out, so that surplus connections expire
         self.closed = False
         self.response_template = NOT_CACHED  # of the worker's last response head
@@ -188,7 +188,7 @@ class RankPool(UpstreamPool):
         super().__init__(of_worker.loop, rank.worker.address, "")
         self._of_worker = of_worker
         self.worker = rank.worker
-        self.host_line = of_worker.host_line.replace(LOAD_FORMAT_LINE, b"") + rank.header_line
+        self.own_lines = of_worker.own_lines.replace(LOAD_FORMAT_LINE, b"") + rank.header_line
         self.idle = of_worker.idle  # the same list
 
     async def dial(self, task: ConnectionTask) -> Stream:
@@ -228,7 +228,7 @@ class UpstreamPools:
                 pool = pool_for(self._loop, worker)
                 if self._asks_for_load:
                     pool.asks_for_load = True
-                    pool.host_line += LOAD_FORMAT_LINE
+                    pool.own_lines += LOAD_FORMAT_LINE
             if self._members is None or worker.worker in self._members:
                 self.known[worker] = pool
             else:  # the worker was removed during a request: its connection is not kept
@@ -281,7 +281,7 @@ def pool_for(loop: EventLoop, worker: Worker) -> UpstreamPool:
     pool = _new_pool(loop, worker)
     pool.worker = worker
     pool.hop_line = worker.hop_line
-    pool.host_line += worker.hop_line
+    pool.own_lines += worker.hop_line
     return pool
 
 

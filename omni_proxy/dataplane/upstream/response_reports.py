@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from omni_proxy.routing.inspect.requirements import Requirements
 
 
-def host_line_of(pool: UpstreamPool, head: RequestHead) -> bytes:
+def own_lines_of(pool: UpstreamPool, head: RequestHead) -> bytes:
     """The pool's lines of a request, without the load field if the client has sent its own."""
     if pool.asks_for_load and LOAD_HINT in head.hints:
-        return pool.host_line.replace(LOAD_FORMAT_LINE, b"")
-    return pool.host_line
+        return pool.own_lines.replace(LOAD_FORMAT_LINE, b"")
+    return pool.own_lines
 
 
 def take_load(fleet: Fleet, pool: UpstreamPool, top: bytes) -> bytes:

@@ -12,12 +12,12 @@ from typing import Final
 from wsproto.utilities import generate_nonce
 
 from omni_proxy.dataplane.attempt.attempt import AttemptFailed, lines_for_rank
+from omni_proxy.dataplane.attempt.outlier_reports import report_failure, report_success
 from omni_proxy.dataplane.attempt.retry import RetryState
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
-from omni_proxy.dataplane.upstream.acquire import report_failure, report_success
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.credentials import lines_with_own_key
 from omni_proxy.wire.errors import HttpError
@@ -78,7 +78,7 @@ async def _open(
     io: ExchangeIO, exchange: Exchange, head: RequestHead, worker: Worker
 ) -> tuple[Stream, bytes]:
     """Dial and do the handshake, under one timeout. Raises AttemptFailed."""
-    pool, nonce = io.services.pools.of(exchange.rank or worker), generate_nonce()
+    pool, nonce = io.services.upstream_pools.of(exchange.rank or worker), generate_nonce()
     io.set_timeout("dial", io.settings.config.health.timeout_secs)
     try:
         upstream = io.upstream = await pool.dial(io)
@@ -87,7 +87,7 @@ async def _open(
         lines = lines_with_own_key(worker, lines_for_rank(exchange, head))
         if exchange.trace is not None:
             lines = exchange.trace.lines_for_attempt(lines, exchange.sent_to, io.loop.now)
-        await io.write(upstream, encode_handshake(lines, pool.host_line, nonce))
+        await io.write(upstream, encode_handshake(lines, pool.own_lines, nonce))
         status, rest = await _read_status(io, upstream, nonce)
     except OSError as error:
         dialled = io.upstream is not None

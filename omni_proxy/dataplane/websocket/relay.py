@@ -15,6 +15,7 @@ from wsproto.connection import ConnectionType
 from wsproto.events import CloseConnection, Message
 
 from omni_proxy.dataplane.admission.caller_admission import reserve
+from omni_proxy.dataplane.attempt.outlier_reports import report_failure
 from omni_proxy.dataplane.exchange.exchange import Exchange, Outcome
 from omni_proxy.dataplane.exchange.request_id import REQUEST_ID_NAME, add_forwarded, new_request_id
 from omni_proxy.dataplane.exchange_io import ExchangeIO
@@ -22,7 +23,6 @@ from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ANY_STREAM, ClientDisconnected, PhaseTimeout, pause
 from omni_proxy.dataplane.relay.response_relay import rate_lines
-from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.upstream.fleet_requirements import (
     RequestParts,
     complete_requirements,
@@ -160,7 +160,7 @@ class _Session:
         Raises _SessionEnd, HttpError, ClientDisconnected, PhaseTimeout.
         """
         io, down, up = self.io, self.down, self.up
-        idle = io.settings.limits.idle
+        idle = io.settings.timeouts.idle
         self._send_client_messages()
         self._relay_worker_events()
         io.set_timeout("relay", idle)
@@ -315,7 +315,7 @@ class _Session:
         if worker is not None:
             self._flush_worker(worker)
         try:
-            io.set_timeout("client", io.settings.limits.idle)
+            io.set_timeout("client", io.settings.timeouts.idle)
             await io.write(io.client, bytes(down.out))
             io.set_timeout("linger", CLOSE_SECS)
             if worker is not None:

@@ -96,7 +96,7 @@ def _no_match_error(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> Ht
     if all(p.model != d.model for p, d in alike):
         return unavailable("no_pair", differ("the model", lambda worker: worker.model or "none"))
     return unavailable(
-        "weight_versions_differ", differ("the weights", lambda worker: worker.version)
+        "weight_versions_differ", differ("the weights", lambda worker: worker.weight_version)
     )
 
 

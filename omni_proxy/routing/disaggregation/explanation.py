@@ -164,5 +164,5 @@ def _mismatch(worker: Worker, others: Sequence[Worker], need: Requirements) -> s
     others = [other for other in others if other.model == worker.model]
     if not others:
         return f"none has the model {worker.model or 'that is not named'}"
-    assert not any(same_weights(other.version, worker.version) for other in others)
-    return f"none has the weights {worker.version}"
+    assert not any(same_weights(other.weight_version, worker.weight_version) for other in others)
+    return f"none has the weights {worker.weight_version}"

@@ -22,7 +22,7 @@ def may_pair(prefill: Worker, decode: Worker) -> bool:
     return (
         prefill.kv_connector == decode.kv_connector
         and prefill.model == decode.model
-        and same_weights(prefill.version, decode.version)
+        and same_weights(prefill.weight_version, decode.weight_version)
     )
 
 
@@ -50,7 +50,7 @@ def pair_up(prefills: Sequence[Worker], decodes: Sequence[Worker], legs: Legs) -
     lists: dict[tuple[str, str | None, WeightVersion], Sequence[Worker]] = {}
     partners: dict[Worker, Sequence[Worker]] = {}
     for decode in decodes:
-        key = (decode.kv_connector, decode.model, decode.version)
+        key = (decode.kv_connector, decode.model, decode.weight_version)
         partner_list = lists.get(key)
         if partner_list is None:
             fits = decode.kv_connector in legs.connectors
@@ -102,7 +102,7 @@ def can_serve(workers: Iterable[Worker], *, fallback: bool, same_version: bool =
     return any(
         prefill.kv_connector == decode.kv_connector
         and prefill.model == decode.model
-        and (not same_version or same_weights(prefill.version, decode.version))
+        and (not same_version or same_weights(prefill.weight_version, decode.weight_version))
         for decode in pools["decode"]
         for prefill in pools["prefill"]
     )

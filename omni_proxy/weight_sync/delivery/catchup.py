@@ -82,7 +82,7 @@ class CatchUp:
 
     def _on_cache_cleared(self, worker: Worker) -> None:
         """Catch up after a restart, which clears the version; a flush does not."""
-        if worker.weight_version is None:
+        if worker.weight_label is None:
             self.start(worker)
 
     def cordon(self, worker: Worker) -> None:

@@ -138,7 +138,7 @@ class OperationRunner:
     def _clear_versions(self, workers: Sequence[Worker]) -> None:
         """Mark the weights of the workers as unknown until the results of the calls are in."""
         if self._route.kind is Kind.UPDATE or self._route.discards:
-            self._before = {worker: worker.version for worker in workers}
+            self._before = {worker: worker.weight_version for worker in workers}
             for worker in workers:
                 self._fleet.set_version(worker, None, 0)
 

@@ -104,7 +104,7 @@ class VersionProbe:
 
     def record_label(self, worker: Worker, label: str | None) -> None:
         """Set the worker's version from a reported label, unless an operation runs on it."""
-        if self._busy(worker) or label == worker.weight_version:
+        if self._busy(worker) or label == worker.weight_label:
             return
         target = self._target(worker)
         certain = worker.url not in self._journal.uncertain
@@ -121,9 +121,9 @@ class VersionProbe:
             while self._fleet.has_healthy(worker) and self._latest.get(worker) is token:
                 async with self._slots:
                     await self._throttle.wait_turn()
-                    version = worker.version
+                    version = worker.weight_version
                     label, was_asked = await read_label(worker)
-                if self._busy(worker) or worker.version is not version:
+                if self._busy(worker) or worker.weight_version is not version:
                     return
                 self.record_label(worker, label)
                 target = self._target(worker)

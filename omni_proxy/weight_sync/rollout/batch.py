@@ -192,7 +192,7 @@ class BatchChange:
         source = WeightSource(
             state.label, state.path, state.load_format, self._context.find_stored(state.number)
         )
-        before = worker.version
+        before = worker.weight_version
         self._enter(worker, "loading")
         self._fleet.set_version(worker, None, 0)
         if state.number and source.version is None:

@@ -71,7 +71,7 @@ class FleetView:
             return Presence.UNKNOWN
         epoch = self._context.progress.now.epoch
         if row.phase is WorkerPhase.UPDATED and worker.weight_epoch != epoch:
-            return Presence.UNKNOWN if worker.weight_version is None else Presence.MISSED
+            return Presence.UNKNOWN if worker.weight_label is None else Presence.MISSED
         return Presence.SERVING if worker.routable else Presence.OUT_OF_ROTATION
 
     async def joined_workers(self) -> list[RolloutWorker]:
@@ -82,7 +82,7 @@ class FleetView:
         joined = []
         for worker in self._fleet.workers:
             healthy = worker.health.state is Health.HEALTHY
-            settled = worker.weight_version is not None or UNCERTAIN in worker.cordon_reasons
+            settled = worker.weight_label is not None or UNCERTAIN in worker.cordon_reasons
             if worker.url in urls or worker.model != state.model or not (healthy and settled):
                 continue
             if worker.url not in expected and not state.open_ended:

@@ -243,7 +243,7 @@ class ChangingVersions:
     def clear_versions(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
             if worker not in self._previous:
-                self._previous[worker] = worker.version
+                self._previous[worker] = worker.weight_version
                 self._fleet.set_version(worker, None, 0)
 
     def set_proven(self, worker: Worker, label: str | None, epoch: int) -> None:

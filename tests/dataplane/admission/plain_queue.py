@@ -29,7 +29,7 @@ class PlainQueue:
         if model and any(worker.model for worker in workers):
             workers = [worker for worker in workers if worker.model == model]
         if label:
-            workers = [worker for worker in workers if worker.version.label == label]
+            workers = [worker for worker in workers if worker.weight_version.label == label]
         return [
             worker
             for worker in workers

@@ -253,7 +253,7 @@ def test_the_cost_of_admitting_does_not_depend_on_the_number_of_waiters(room_of,
     waiters = [room.arrive(f"model {number}") for number in range(10_001)]
     calls = []
     monkeypatch.setattr(
-        "omni_proxy.dataplane.upstream.acquire.eligible_workers",
+        "omni_proxy.dataplane.upstream.balancer.eligible_workers",
         lambda *args: calls.append(1) or eligible_workers(*args),
     )
     for number in range(10_000):

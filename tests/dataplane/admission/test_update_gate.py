@@ -87,7 +87,7 @@ def test_a_waiter_is_admitted_when_the_update_ends(room_of):
     assert room.admitted == []
     room.fleet.uncordon(room.fleet.workers[0], "updating")
     room.run_ready_tasks()
-    assert (room.admitted, waiter.exchange.version.label) == ([waiter], "v2")
+    assert (room.admitted, waiter.exchange.weight_version.label) == ([waiter], "v2")
 
 
 def test_without_a_queue_the_error_names_the_reason(room_of):

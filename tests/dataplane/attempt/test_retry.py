@@ -4,7 +4,6 @@ from hypothesis import strategies as st
 
 from omni_proxy.dataplane.attempt.retry import (
     allowed_attempts,
-    counts_as_failed,
     may_retry,
     pause_secs,
 )
@@ -46,11 +45,3 @@ def test_half_of_a_pause_is_random():
         0.5,
     ]
     assert pause_secs(4, 0.5) == pytest.approx(0.6)
-
-
-@pytest.mark.parametrize(
-    ("retry_on", "counted"),
-    [((), {502, 504}), (("429", "500", "503", "504"), {500, 502, 504})],
-)
-def test_statuses_that_count_against_the_worker(retry_on, counted):
-    assert {status for status in range(200, 600) if counts_as_failed(status, retry_on)} == counted

@@ -28,7 +28,7 @@ def admin_api(tmp_path):
 
 def test_the_body_of_an_admin_request_is_released_after_it(manual_loop, admin_api):
     proxy = manual_loop()
-    proxy.dataplane.pools.admin_api = AdminApiPool(
+    proxy.dataplane.upstream_pools.admin_api = AdminApiPool(
         proxy.dataplane.loop, admin_api.getsockname(), "front"
     )
     client = proxy.client(b"POST /nowhere HTTP/1.1\r\nhost: proxy\r\ncontent-length: 6\r\n\r\nabc")
@@ -40,7 +40,7 @@ def test_the_body_of_an_admin_request_is_released_after_it(manual_loop, admin_ap
         proxy.send_from(near, NOT_FOUND)
     assert read_available(client)[0].startswith(NOT_FOUND[:12])
     assert (proxy.phases, proxy.dataplane.inflight.held_bytes) == (["idle"], 0)
-    proxy.dataplane.pools.admin_api.close()
+    proxy.dataplane.upstream_pools.admin_api.close()
 
 
 class KeepsBodies:
@@ -77,9 +77,9 @@ def test_a_queued_client_that_does_not_read_its_100_loses_its_slot(manual_loop):
     assert sorted(proxy.phases) == ["queue", "wait"]
     proxy.send_from(worker, NOT_FOUND)
     assert (sorted(proxy.phases), proxy.dataplane.in_flight) == (["body", "idle"], 1)
-    proxy.wait(proxy.dataplane.settings.limits.client_body + 1)
+    proxy.wait(proxy.dataplane.settings.timeouts.client_body + 1)
     assert sorted(proxy.phases) == ["idle", "refuse"]  # the client does not read the 408 either
-    proxy.wait(proxy.dataplane.settings.limits.idle + 1)
+    proxy.wait(proxy.dataplane.settings.timeouts.idle + 1)
     assert proxy.dataplane.in_flight == 0
 
 
@@ -105,7 +105,7 @@ def test_expect_continue_for_an_admin_path_gets_100(manual_loop, path):
 
 def test_the_admin_api_gets_x_omni_received_only_from_the_proxy(manual_loop, admin_api):
     proxy = manual_loop()
-    proxy.dataplane.pools.admin_api = AdminApiPool(
+    proxy.dataplane.upstream_pools.admin_api = AdminApiPool(
         proxy.dataplane.loop, admin_api.getsockname(), "front"
     )
     proxy.client(
@@ -118,4 +118,4 @@ def test_the_admin_api_gets_x_omni_received_only_from_the_proxy(manual_loop, adm
         received_via = [line for line in fields if line.startswith(b"x-omni-received")]
         assert len(received_via) == 1
         assert received_via[0].endswith(b" http evil.example:1")
-    proxy.dataplane.pools.admin_api.close()
+    proxy.dataplane.upstream_pools.admin_api.close()

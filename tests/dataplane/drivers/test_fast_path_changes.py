@@ -148,7 +148,9 @@ def test_an_idle_client_keeps_no_reference_to_a_removed_worker(listeners):
         others = [world.connect_client(warm=3) for _ in range(3)]
         send_request(world, client)
         world.worker_responds(OK_RESPONSE)
-        streams = [stream for pool in world.dataplane.pools.known.values() for stream in pool.idle]
+        streams = [
+            stream for pool in world.dataplane.upstream_pools.known.values() for stream in pool.idle
+        ]
         world.remove_worker(0)
         world.remove_worker(0)
         world.run_until_idle()
@@ -175,7 +177,9 @@ def test_counts_are_correct_when_releasing_a_connection_fails(listeners, monkeyp
     with World(listeners, "[server]\nlog_format = 'json'\n").patched() as world:
         client = world.connect_client(warm=6)
         send_request(world, client)
-        (busy_pool,) = [pool for pool in world.dataplane.pools.known.values() if not pool.idle]
+        (busy_pool,) = [
+            pool for pool in world.dataplane.upstream_pools.known.values() if not pool.idle
+        ]
         with monkeypatch.context() as patch:
             patch.setattr(busy_pool, "idle", None)
             world.worker_responds(OK_RESPONSE)

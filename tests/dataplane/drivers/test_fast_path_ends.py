@@ -72,8 +72,8 @@ def test_a_client_that_half_closes_right_after_its_request(listeners, half_close
 def test_an_expired_timeout_is_a_504_and_counts_against_the_worker(listeners, total):
     def script(world, client):
         send_request(world, client)
-        limits = world.dataplane.settings.limits
-        world.wait(limits.total + 1 if total else limits.response_head + 1)
+        timeouts = world.dataplane.settings.timeouts
+        world.wait(timeouts.total + 1 if total else timeouts.response_head + 1)
 
     world = run_fast_and_slow(
         listeners, script, f"request_timeout_secs = {total}\n", began=1, handed_over=1
@@ -101,10 +101,12 @@ def test_an_internal_error_ends_only_its_own_connection(world, place, monkeypatc
     if place == "_on_response":
         send_request(world, client)
         for worker in world.fleet.workers:
-            monkeypatch.setattr(world.dataplane.pools.of(worker), "response_template", None)
+            monkeypatch.setattr(
+                world.dataplane.upstream_pools.of(worker), "response_template", None
+            )
         world.worker_responds(OK_RESPONSE)
     else:
-        monkeypatch.setattr(world.dataplane.pools, "known", None)
+        monkeypatch.setattr(world.dataplane.upstream_pools, "known", None)
         world.client_sends(client, chat_request())
     monkeypatch.undo()
     world.run_until_idle()

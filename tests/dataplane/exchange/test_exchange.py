@@ -5,7 +5,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 # Facts of the head, and fields that each request on the fast path sets before they are read.
 KEPT = {
     "started_at", "head_at", "body_at", "client", "method", "target", "route", "idempotency_key",
-    "request_id", "policy", "version", "worker_seen", "stream", "bytes_in", "ended_at",
+    "request_id", "policy", "weight_version", "worker_seen", "stream", "bytes_in", "ended_at",
     "caller", "reserved", "request_bucket", "token_bucket", "spare_leg", "trace",
 }  # fmt: skip
 # Fields that the end of an exchange clears.

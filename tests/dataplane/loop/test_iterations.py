@@ -181,7 +181,7 @@ async def test_trio_gets_a_turn_after_one_iteration_that_took_long(timed):
             handler.then = None
             ended.set()
             return
-        if not timed.loop._host.waiting:  # trio had its turns: only the time is a reason to yield
+        if not timed.loop._trio.waiting:  # trio had its turns: only the time is a reason to yield
             slow_in.append(steps.count)
             timed.loop.clock.now += MAX_BATCH_SECS * 10
         handler.peer.send(b"x")  # an event for the next iteration

@@ -8,8 +8,8 @@ import pytest
 import trio
 
 from omni_proxy.dataplane.loop import trio_scheduling
-from omni_proxy.dataplane.loop.timeouts import Timers
-from omni_proxy.dataplane.loop.trio_scheduling import HostLoop
+from omni_proxy.dataplane.loop.timers import Timers
+from omni_proxy.dataplane.loop.trio_scheduling import TrioActivity
 from tests.dataplane.loop_script import Scripted
 
 BATCHES = 3000
@@ -26,7 +26,7 @@ class Turns(trio.abc.Instrument):
 @pytest.fixture(autouse=True)
 def _no_regular_turns(monkeypatch):
     """The regular turns would hide that another one is missing."""
-    monkeypatch.setattr(trio_scheduling, "MAX_HOST_WAIT_SECS", 1000.0)
+    monkeypatch.setattr(trio_scheduling, "MAX_TRIO_WAIT_SECS", 1000.0)
 
 
 async def test_trio_gets_no_turn_that_it_does_not_need(busy):
@@ -85,6 +85,6 @@ async def test_a_sleep_that_a_connection_task_starts_ends_in_time(busy, loop, nu
 async def test_without_trios_private_epoll_it_always_gets_turns(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(trio_scheduling.select, "epoll", type("AnotherEpoll", (), {}))
-        unknown = HostLoop(monotonic)
-    known = HostLoop(monotonic)
+        unknown = TrioActivity(monotonic)
+    known = TrioActivity(monotonic)
     assert (unknown.has_events(), known.has_events()) == (True, False)

@@ -214,7 +214,7 @@ def test_a_client_that_does_not_read_is_closed_after_idle_secs(manual_loop):
     shrink_send_buffer(manual_loop)
     manual_loop.send_from(worker, SSE + LARGE)
     manual_loop.send_from(worker, LARGE)
-    manual_loop.wait(manual_loop.dataplane.settings.limits.idle + 1)
+    manual_loop.wait(manual_loop.dataplane.settings.timeouts.idle + 1)
     assert (manual_loop.log[-1]["outcome"], manual_loop.log[-1]["ended_by"]) == (
         "client_stalled",
         "client",

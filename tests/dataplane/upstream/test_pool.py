@@ -102,7 +102,7 @@ async def test_a_closed_pool_keeps_nothing(wires, pool, task):
 
 
 async def test_the_host_line_names_the_worker(pool):
-    assert pool.host_line == b"host: worker:1\r\n"
+    assert pool.own_lines == b"host: worker:1\r\n"
 
 
 async def test_the_pool_of_a_removed_worker_is_not_kept(loop, wires, task):

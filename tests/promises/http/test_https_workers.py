@@ -159,7 +159,7 @@ async def test_a_new_connection_resumes_the_session_of_an_old_one():
     kept = SecureWorker(OK, host="localhost")
     async with dataplane_to(kept) as opened:
         assert (await ask(opened)).status == 200
-        [pool] = opened.dataplane.pools.known.values()
+        [pool] = opened.dataplane.upstream_pools.known.values()
         pool.idle.pop().close()
         assert (await ask(opened)).status == 200
     assert kept.resumed == [False, True]
@@ -175,7 +175,7 @@ async def test_a_late_session_ticket_closes_no_idle_connection():
     worker = SecureWorker(record_call)
     async with dataplane_to(worker) as opened:
         assert (await ask(opened)).status == 200
-        [pool] = opened.dataplane.pools.known.values()
+        [pool] = opened.dataplane.upstream_pools.known.values()
         [stream] = pool.idle
         # Nothing in Python's ssl sends a ticket at a later time.
         stream.readable = True
@@ -251,7 +251,7 @@ async def test_a_replaced_authority_file_applies_to_the_next_connection(tmp_path
         assert (await ask(opened)).status == 200
         # An invalid file leaves the previous authorities in force.
         authorities.write_text("nonsense")
-        [pool] = opened.dataplane.pools.known.values()
+        [pool] = opened.dataplane.upstream_pools.known.values()
         pool.idle.pop().close()
         assert (await ask(opened)).status == 200
 

@@ -171,7 +171,7 @@ async def test_a_503_is_retried_elsewhere_and_does_not_affect_health():
             {"worker": f"http://{good}", "outcome": "200"},
         ]
         assert opened.failures() == [0, 0]
-        pool = opened.dataplane.pools.of(opened.fleet.workers[0])
+        pool = opened.dataplane.upstream_pools.of(opened.fleet.workers[0])
         assert len(pool.idle) == 1  # the response ended cleanly
     assert [len(worker.requests) for worker in opened.workers] == [1, 1]
 

@@ -138,7 +138,7 @@ async def test_the_prefill_workers_cache_is_learned_from_the_leg_that_reports_it
         for _ in range(2):
             await client.send(post(json.dumps(body).encode(), path=path))
             assert (await client.answer()).status == 200
-        pools = fleet.before.dataplane.balancer.pools
+        pools = fleet.before.dataplane.balancer.pool_policies
         prefill, decode = sorted(fleet.before.fleet.workers, key=lambda each: each.role)[::-1]
         reports = reports_of(pools.of("prefill"), prefill)
         assert (reports.answers, reports.reported) == (2, 1400)
@@ -153,5 +153,5 @@ async def test_a_decode_worker_that_computes_the_prompt_reports_its_own_cache():
         await client.send(post(json.dumps({"prompt": SHARED}).encode(), path="/v1/completions"))
         assert (await client.answer()).status == 200
         (decode,) = fleet.before.fleet.workers
-        reports = reports_of(fleet.before.dataplane.balancer.pools.of("decode"), decode)
+        reports = reports_of(fleet.before.dataplane.balancer.pool_policies.of("decode"), decode)
         assert (reports.answers, reports.reported) == (1, 700)

@@ -384,7 +384,7 @@ def test_the_picked_workers_are_those_without_ineligibility_reasons(rows, need, 
     assert prefill in eligible
     assert placement.worker.kv_connector == prefill.kv_connector
     assert placement.worker.model == prefill.model
-    assert placement.worker.version == prefill.version
+    assert placement.worker.weight_version == prefill.weight_version
     for picked in (placement.worker, prefill):
         assert picked.routable
         assert not picked.max_inflight or not picked.in_flight

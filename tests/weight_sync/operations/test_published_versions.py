@@ -21,7 +21,7 @@ from tests.weight_sync.operation_fixture import (
 async def versions_during(api, engines, nursery, call):
     """The recorded versions while the call runs on the workers."""
     await start_operation(engines, nursery, api, call)
-    versions = [(w.weight_version, w.weight_epoch) for w in api.fleet.workers]
+    versions = [(w.weight_label, w.weight_epoch) for w in api.fleet.workers]
     engines.open_gate(call.route.path)
     await wait_until_idle()
     return versions
@@ -43,10 +43,10 @@ async def test_a_worker_that_refused_keeps_its_version_and_an_uncertain_one_does
     await api.operations.submit(admin_call(body={"weight_version": "v2"}))
     engines.replies[A, UPDATE] = engines.replies[B, UPDATE] = (400, b"{}")
     assert await versions_during(api, engines, nursery, admin_call()) == [(None, 0)] * 2
-    assert [(w.weight_version, w.weight_epoch) for w in api.fleet.workers] == [("v2", 1)] * 2
+    assert [(w.weight_label, w.weight_epoch) for w in api.fleet.workers] == [("v2", 1)] * 2
     engines.replies[B, UPDATE] = LOST
     await api.operations.submit(admin_call())
-    assert [w.weight_version for w in api.fleet.workers] == [None, None]
+    assert [w.weight_label for w in api.fleet.workers] == [None, None]
 
 
 async def test_a_label_read_during_an_update_is_ignored(api, engines, nursery):
@@ -54,7 +54,7 @@ async def test_a_label_read_during_an_update_is_ignored(api, engines, nursery):
     nursery.start_soon(api.operations.submit, admin_call())
     await engines.arrived[A, UPDATE].wait()
     assert (await api.operations.submit(admin_call("/model_info"))).body["weight_version"] == "v1"
-    assert [w.weight_version for w in api.fleet.workers] == [None, None]
+    assert [w.weight_label for w in api.fleet.workers] == [None, None]
     engines.open_gate(UPDATE)
 
 
@@ -67,7 +67,7 @@ async def test_a_label_is_read_again_if_the_response_to_its_change_was_lost(api,
     )
     assert (response.status, cordon_reasons_of(api)) == (502, [[], ["unproven"]])
     await wait_until_idle()
-    assert (api.worker(B).weight_version, cordon_reasons_of(api)) == ("v9", [[], []])
+    assert (api.worker(B).weight_label, cordon_reasons_of(api)) == ("v9", [[], []])
 
 
 async def miss_update(api, engines, label, body):
@@ -91,7 +91,7 @@ async def test_a_worker_that_was_dead_during_an_update_does_not_serve_its_old_we
         [[], ["uncertain"]],
         {B: reason},
     )
-    assert (api.worker(B).weight_version, api.worker(B).weight_epoch) == ("v1", 0)
+    assert (api.worker(B).weight_label, api.worker(B).weight_epoch) == ("v1", 0)
     await api.operations.submit(admin_call("/continue_generation"))
     assert cordon_reasons_of(api) == [[], ["uncertain"]]
     engines.labels[B] = "v2"
@@ -105,7 +105,7 @@ async def test_a_worker_resolved_after_a_missed_update_is_not_held_for_it_again(
     api.fleet.set_version(api.worker(B), None, 0)
     api.fleet.cache_cleared(api.worker(B))
     await wait_until_idle()
-    assert (cordon_reasons_of(api), api.worker(B).weight_version) == ([[], []], "v1")
+    assert (cordon_reasons_of(api), api.worker(B).weight_label) == ([[], []], "v1")
 
 
 async def test_a_worker_that_crashed_after_an_update_does_not_serve_its_first_weights(api, engines):
@@ -162,7 +162,7 @@ async def test_a_worker_that_reports_no_label_is_probed_again(
     api.fleet.set_version(api.worker(B), None, 0)
     api.fleet.cache_cleared(api.worker(B))
     await trio.sleep(1)
-    assert (api.worker(B).weight_version, cordon_reasons_of(api)) == (None, [[], []])
+    assert (api.worker(B).weight_label, cordon_reasons_of(api)) == (None, [[], []])
     engines.replies.clear()
     engines.labels[B] = "v1"
     await trio.sleep(10)

@@ -33,7 +33,7 @@ async def test_the_number_of_concurrent_probes_is_bounded(tmp_path, monkeypatch,
     gate.set()
     await wait_all_tasks_blocked()
     assert set(probed) == set(fleet.workers)
-    assert {worker.weight_version for worker in fleet.workers} == {"v1"}
+    assert {worker.weight_label for worker in fleet.workers} == {"v1"}
 
 
 async def test_a_failed_read_is_repeated_with_backoff(
@@ -56,4 +56,4 @@ async def test_a_failed_read_is_repeated_with_backoff(
     await trio.sleep(100)
     pauses = [round(later - earlier) for earlier, later in pairwise(times)]
     assert pauses == [1, 2, 4, 8, 16, 30, 30]
-    assert worker.weight_version == "v1"
+    assert worker.weight_label == "v1"

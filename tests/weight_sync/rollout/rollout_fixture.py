@@ -72,4 +72,4 @@ def states(rollout):
 
 
 def versions(api):
-    return [(worker.weight_version, worker.weight_epoch) for worker in api.fleet.workers]
+    return [(worker.weight_label, worker.weight_epoch) for worker in api.fleet.workers]

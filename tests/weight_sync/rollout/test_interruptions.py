@@ -235,7 +235,7 @@ async def test_an_unhealthy_worker_is_skipped_and_catches_up_later(engines, fold
 async def wait_until_caught_up(api, url):
     """Wait until the worker is in rotation with the version of the rollout."""
     with trio.fail_after(30):
-        while not api.worker(url).routable or api.worker(url).weight_version != "v2":  # noqa: ASYNC110
+        while not api.worker(url).routable or api.worker(url).weight_label != "v2":  # noqa: ASYNC110
             await trio.sleep(0.01)
     assert api.worker(url).weight_epoch == api.operations.journal.published.epoch
     assert url not in api.operations.journal.uncertain

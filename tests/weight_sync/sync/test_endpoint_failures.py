@@ -256,7 +256,7 @@ async def test_workers_that_a_failed_sync_did_not_change_recover(trainer, engine
         while uncertain_workers(trainer.api):  # noqa: ASYNC110  # nothing signals it
             await trio.sleep(0.01)
     assert cordon_reasons_of(trainer.api) == [[], []]
-    assert {(w.weight_version, w.weight_epoch) for w in trainer.api.fleet.workers} == {("v2", 1)}
+    assert {(w.weight_label, w.weight_epoch) for w in trainer.api.fleet.workers} == {("v2", 1)}
 
 
 # A full disk, or a failing service
@@ -366,4 +366,4 @@ async def test_a_worker_that_is_healthy_before_the_service_starts_is_cordoned(
         while cordon_reasons_of(restarted) != [[], []]:
             await trio.sleep(0.01)
             for worker in restarted.fleet.workers:
-                assert worker.routable is (worker.weight_version == "v2")
+                assert worker.routable is (worker.weight_label == "v2")

@@ -147,7 +147,7 @@ class RlRoutes:
             "dp_ranks": None,
             "role": worker.role,
             "health": record["status"],
-            "weight_version": worker.weight_version,
+            "weight_version": worker.weight_label,
             "labels": record["labels"],
             "capabilities": CAPABILITIES,
         }

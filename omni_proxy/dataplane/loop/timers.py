@@ -71,7 +71,7 @@ class Timers:
         heappush(self._heap, sleep)
         if sleep.ends_at < self._scope.deadline:
             self._scope.deadline = sleep.ends_at
-            self._loop.request_host_turn()
+            self._loop.request_trio_turn()
         try:
             while sleep.task is not None:
                 task.waiting_on = sleep

@@ -9,7 +9,6 @@ worker are acquired together; each is released when its leg ends.
 from __future__ import annotations
 
 from collections.abc import Collection
-from datetime import UTC, datetime
 from math import inf
 from typing import Final
 
@@ -66,12 +65,12 @@ class Balancer:
         self,
         fleet: Fleet,
         policy: Policy,
-        pools: PoolPolicies,
+        pool_policies: PoolPolicies,
         voices: VoiceRegistry,
         recorders: Recorders,
     ) -> None:
         self.policy = policy  # of regular workers; set by `use_policy`
-        self.pools = pools
+        self.pool_policies = pool_policies
         self.affinity_keys = AffinityKeyReader(())
         self.aliases: ModelAliases | None = None  # None: none are configured
         # Roles, adapters or affinity keys affect the requirements of every request; aliases only
@@ -83,7 +82,7 @@ class Balancer:
         self.record_from = inf
         self._fleet = fleet
         self._pairing = Pairing(fleet)
-        self._policies = Policies(policy, pools)
+        self._policies = Policies(policy, pool_policies)
         self._recorders = recorders
         self.follow_fleet()  # it may have workers before its first change
 
@@ -111,7 +110,7 @@ class Balancer:
     @property
     def needs_affinity_key(self) -> bool:
         return self.policy.needs_affinity_key or (
-            self._fleet.has_pools and self.pools.needs_affinity_key
+            self._fleet.has_pools and self.pool_policies.needs_affinity_key
         )
 
     def is_eligible(self, need: Requirements) -> bool:
@@ -123,7 +122,7 @@ class Balancer:
     def can_take(self, need: Requirements) -> bool:
         """As `is_eligible`, for `need.model` rather than an alias."""
         if self.uses_pools(need):
-            return is_eligible(self._pairing, need, self.pools, self.voices.owner)
+            return is_eligible(self._pairing, need, self.pool_policies, self.voices.owner)
         return bool(eligible_workers(self._fleet, need, self.voices.owner))
 
     def could_take(self, need: Requirements) -> bool:
@@ -135,7 +134,7 @@ class Balancer:
 
     def _could_take(self, need: Requirements) -> bool:
         if self.uses_pools(need):
-            return could_take(self._pairing, need, self.pools)
+            return could_take(self._pairing, need, self.pool_policies)
         return bool(filter_by_version(need, self._fleet.candidates(need.model, need.mask)))
 
     def all_tried(self, need: Requirements, tried: Collection[Worker]) -> bool:
@@ -148,7 +147,7 @@ class Balancer:
     def has_tried_all(self, need: Requirements, tried: Collection[Worker]) -> bool:
         """As `all_tried`, for `need.model` rather than an alias."""
         if self.uses_pools(need):
-            return all_tried(self._pairing, need, self.pools, tried, self.voices.owner)
+            return all_tried(self._pairing, need, self.pool_policies, tried, self.voices.owner)
         workers = eligible_workers(self._fleet, need, self.voices.owner)
         return bool(workers) and all(target.worker in tried for target in workers)
 
@@ -169,7 +168,7 @@ class Balancer:
 
     def held_worker(self, need: Requirements) -> Worker | None:
         """The worker that the request's session waits for; None if it does not wait."""
-        if self.uses_pools(need) and (worker := self.pools.held_worker(need)) is not None:
+        if self.uses_pools(need) and (worker := self.pool_policies.held_worker(need)) is not None:
             return worker
         return self.policy.held_worker(need) if isinstance(self.policy, Sticky) else None
 
@@ -191,7 +190,7 @@ class Balancer:
             if not worker.is_plain:
                 worker = self._settle(exchange, need, tried, worker)
         exchange.worker = worker
-        exchange.version = worker.version
+        exchange.weight_version = worker.weight_version
         if self._recorders.route_log is not None:
             state = worker.health.state.value
             exchange.worker_seen = (state, worker.disabled, worker.routable)
@@ -211,11 +210,11 @@ class Balancer:
             return  # a repeated pick, after waiting in the queue
         fleet, meters = self._fleet, self._recorders.meters
         self.record_from = next_record(self.record_from, exchange.started_at, fleet)
-        policies = (self.policy, *self.pools.built.values())
+        policies = (self.policy, *self.pool_policies.built.values())
         # Without meters, finished requests are stored nowhere.
         if meters is not None and all(policy.explains_itself for policy in policies):
             owner = self.voices.owner
-            exchange.candidates = record_pick(fleet, need, self.policy, self.pools, owner)
+            exchange.candidates = record_pick(fleet, need, self.policy, self.pool_policies, owner)
 
     def _acquire_pair(
         self, exchange: Exchange, need: Requirements, tried: Collection[Worker]
@@ -223,7 +222,7 @@ class Balancer:
         """Choose and count the workers of a request that may be served in two legs."""
         fleet = self._fleet
         if not (tried or fleet.has_ranks or fleet.has_inflight_limits):
-            pair = pick_from_last_pools(self._pairing, need, self.pools)
+            pair = pick_from_last_pools(self._pairing, need, self.pool_policies)
             if pair is not None:
                 worker, prefill = pair
                 # inlined: count_at
@@ -267,7 +266,7 @@ class Balancer:
         fleet = self._fleet
         policies = self._policies
         if policies.regular is not self.policy:
-            policies = self._policies = Policies(self.policy, self.pools)
+            policies = self._policies = Policies(self.policy, self.pool_policies)
         for _ in range(CHOICES):
             placement = pick_placement(self._pairing, need, policies, tried, self.voices.owner)
             if self._count(placement):
@@ -298,7 +297,7 @@ class Balancer:
         else:
             worker, leg.last_rank = target, None
         leg.worker = worker
-        leg.version = worker.version
+        leg.weight_version = worker.weight_version
         leg.attempts = 1
         if worker.in_flight > worker.peak_in_flight:
             worker.peak_in_flight = worker.in_flight
@@ -371,18 +370,3 @@ def release_rank(exchange: Exchange, rank: DpRank, result: int) -> None:
     rank.in_flight -= 1
     if exchange.route is not None:
         rank.counts[exchange.route.counter_index + result] += 1
-
-
-def report_failure(
-    fleet: Fleet, exchange: Exchange, worker: Worker, error: str, status: int | None = None
-) -> None:
-    """Report a failure of the worker to outlier ejection."""
-    fleet.observe_request_failure(
-        worker, status=status, error=error, at=datetime.now(UTC), half_open_id=exchange.half_open_id
-    )
-
-
-def report_success(fleet: Fleet, exchange: Exchange, worker: Worker) -> None:
-    """Report a success of the worker to outlier ejection, which counts only after failures."""
-    if worker.health.failed_requests:
-        fleet.observe_success(worker, exchange.half_open_id)

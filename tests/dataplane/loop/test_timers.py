@@ -3,10 +3,9 @@ from math import inf
 import pytest
 import trio
 
-from omni_proxy.dataplane.loop import timeouts
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout
-from omni_proxy.dataplane.loop.timeouts import Timers
+from omni_proxy.dataplane.loop.timers import SWEEP_SECS, Timers, expire_tasks, run_sweeps
 from tests.dataplane.loop_script import Scripted
 from tests.dataplane.manual_clock import ManualClock
 
@@ -32,11 +31,11 @@ async def test_a_sweep_ends_tasks_past_their_deadline_and_no_others(loop, wires)
         start_waiting(loop, wires, deadline, expired_phases) for deadline in (10.0, 20.0, inf)
     )
     loop.clock = ManualClock(15.0)
-    timeouts.expire_tasks(loop)
+    expire_tasks(loop)
     assert expired_phases == ["until 10.0"]
     assert loop.tasks == {later, free}
     assert (loop.now, late.end.sock.fileno()) == (15.0, -1)
-    timeouts.expire_tasks(loop)
+    expire_tasks(loop)
     assert expired_phases == ["until 10.0"]
 
 
@@ -44,7 +43,7 @@ async def test_a_deadline_that_is_just_reached_has_not_expired(loop, wires):
     expired_phases = []
     start_waiting(loop, wires, 15.0, expired_phases)
     loop.clock = ManualClock(15.0)
-    timeouts.expire_tasks(loop)
+    expire_tasks(loop)
     assert expired_phases == []
 
 
@@ -64,16 +63,16 @@ async def test_a_task_that_a_sweep_ends_may_end_another_one(loop, wires):
         task.phase_deadline = 10.0
         task.start()
     loop.clock = ManualClock(15.0)
-    timeouts.expire_tasks(loop)
+    expire_tasks(loop)
     assert loop.tasks == set()
 
 
 async def test_chores_run_with_each_sweep(nursery, autojump_clock):
     loop, swept = EventLoop(), []
     nursery.start_soon(
-        timeouts.run_sweeps, loop, lambda: swept.append("first"), lambda: swept.append("second")
+        run_sweeps, loop, lambda: swept.append("first"), lambda: swept.append("second")
     )
-    await trio.sleep(timeouts.SWEEP_SECS * 2.5)
+    await trio.sleep(SWEEP_SECS * 2.5)
     assert swept == ["first", "second"] * 2
     loop._epoll.close()
 

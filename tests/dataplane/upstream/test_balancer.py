@@ -5,7 +5,7 @@ import pytest
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.upstream.acquire import CHOICES
+from omni_proxy.dataplane.upstream.balancer import CHOICES
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import SUCCEEDED
 from omni_proxy.routing.disaggregation.pick_record import BURST

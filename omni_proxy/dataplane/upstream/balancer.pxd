@@ -8,7 +8,7 @@ from omni_proxy.routing.inspect.requirements cimport Requirements
 from omni_proxy.routing.pick cimport pick_worker
 
 cdef class Balancer:
-    cdef public object policy, pools, affinity_keys, aliases, voices, response_owners
+    cdef public object policy, pool_policies, affinity_keys, aliases, voices, response_owners
     cdef public bint is_plain, _had_aliases, always_special
     cdef public Fleet _fleet
     cdef public object _pairing, _policies
