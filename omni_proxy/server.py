@@ -410,7 +410,7 @@ class Server:
         socks = self.service_manager.take_sockets()
         listeners = self.data_plane.listeners
         for name in listeners.inherit(socks, self.config_store.config):
-            _log.warning("activated_socket_unused address=%s: not a configured address", name)
+            _log.warning("activated_socket_unused address=%s reason=not_configured", name)
         self._is_activated = bool(socks)
 
     def _supervisor_of(self, name: str) -> Supervisor:

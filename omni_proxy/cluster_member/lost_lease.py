@@ -90,9 +90,7 @@ class CutOffHold:
         ]
         if not self._logged:
             self._logged = True
-            _log.warning(
-                "cluster_lease_lost held=%d: until the store is reached again", len(cordoned)
-            )
+            _log.warning("cluster_lease_lost held=%d until=store_is_reached", len(cordoned))
 
     async def _read(self, lease_secs: float) -> None:
         while True:

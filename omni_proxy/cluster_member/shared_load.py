@@ -123,7 +123,7 @@ class SharedLoad:
         """Remove peers that sent nothing for `secs`."""
         for name, changed in self.counts.expire(now, secs).items():
             _log.warning(
-                "cluster_peer_lease_expired peer=%s was=cluster_peer_gone: no message for %gs",
+                "cluster_peer_lease_expired peer=%s was=cluster_peer_gone silent_secs=%g",
                 name,
                 secs,
             )

@@ -134,7 +134,9 @@ class SharedWorkers:
         try:
             result = await self._config_store.change(edit, own=False)
         except HttpError as error:
-            _log.warning("cluster_workers_wait reason=%s", error.message)
+            _log.warning(
+                "cluster_workers_deferred reason=%s was=cluster_workers_wait", error.message
+            )
             return False
         if result.error is not None:
             _log.error("cluster_workers_refused urls=%s error=%s", ",".join(changes), result.error)

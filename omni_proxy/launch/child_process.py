@@ -138,7 +138,7 @@ class ParentDeathGuard:
             )
         except OSError as error:
             log.warning(
-                "parent_death_guard_failed error=%s: replicas would outlive a SIGKILL", str(error)
+                "parent_death_guard_failed error=%s effect=replicas_outlive_sigkill", str(error)
             )
 
     async def detach(self) -> None:
@@ -170,7 +170,7 @@ class ParentDeathGuard:
             process = HandedProcess(handed)
         except OSError as error:
             log.error(
-                "replica_not_resumed pid=%d error=%s: it is ended",
+                "replica_not_resumed pid=%d error=%s action=ended",
                 handed.record.pid,
                 error.strerror,
             )

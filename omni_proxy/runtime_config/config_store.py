@@ -393,9 +393,9 @@ class ConfigStore:
         new = sorted(self._unnamed - before)
         if new:
             _log.warning(
-                "workers_without_model workers=%d first=%s: they get no request that names a "
-                "model, because others have one; set model, model_label, or [routing] model",
-                len(new), new[0],
+                "workers_without_model workers=%d first=%s effect=%s hint=%s",
+                len(new), new[0], "no request that names a model, because others have one",
+                "set model, model_label, or [routing] model",
             )  # fmt: skip
 
     def _attempt(self, step: Callable[[], object]) -> bool:
@@ -423,7 +423,7 @@ class ConfigStore:
     def _refuse(self, source: str, error: ConfigError) -> ChangeResult:
         self._note("refused", source)
         self.last_reload["error"] = {"message": str(error), **error.as_dict()}
-        _log.error("config_refused source=%s: the current configuration stays\n%s", source, error)
+        _log.error("config_refused source=%s action=kept_current\n%s", source, error)
         return ChangeResult("refused", self.revision, error=error)
 
     def _bind_error(self, new: Config, error: OSError) -> ConfigError:

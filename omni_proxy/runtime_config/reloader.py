@@ -81,7 +81,7 @@ class Reloader:
                 if str(error) != reported:
                     reported = str(error)
                     _log.warning(
-                        "config_watch_failed file=%s error=%s, polling it every %.1f s",
+                        "config_watch_failed file=%s error=%s poll_secs=%.1f",
                         file, error, POLL_MILLIS / 1000,
                     )  # fmt: skip
             for _ in range(POLLS_PER_WATCH):

@@ -81,8 +81,7 @@ class StateFile:
             except OSError as error:
                 self._state, self.error = None, f"{path}: {error.strerror}"
                 _log.error(
-                    "state_save_failed error=%s: retried at the next change and at SIGHUP",
-                    self.error,
+                    "state_save_failed error=%s retry=at_next_change_or_sighup", self.error
                 )  # fmt: skip
                 return
         self._path, self._state, self.error = path, state, ""
@@ -95,7 +94,7 @@ class StateFile:
             backup = path.with_name(f"{path.name}.old")
             path.replace(backup)
             _log.warning(
-                "state_file_replaced file=%s backup=%s: another program has changed it",
+                "state_file_replaced file=%s backup=%s reason=changed_by_another_program",
                 path, backup,
             )  # fmt: skip
         write_atomically(path, render_state(state))

@@ -135,7 +135,7 @@ class Watchdog:
         self.last_stall_at = datetime.now(UTC)
         self.last_stall_secs = secs
         self._stalled = True
-        _log.error("%s secs=%.1f, stacks of all threads:\n%s", STALL_EVENT, secs, stacks)
+        _log.error("%s secs=%.1f stacks_of=all_threads\n%s", STALL_EVENT, secs, stacks)
 
 
 def cpu_wait_secs(native_id: int) -> float:

@@ -227,7 +227,7 @@ def client_context(ca: str, *, verify: bool) -> ssl.SSLContext:
         if cached is None:
             raise OSError(f"tls_ca {ca} can't be used: {tls_error_text(error)}") from None
         reason = tls_error_text(error)
-        _log.error("tls_ca_refused file=%s error=%s: the previous content stays", ca, reason)
+        _log.error("tls_ca_refused file=%s error=%s action=kept_previous", ca, reason)
         cached.signature = signature
         return cached.context
     _context_cache[ca] = _CachedContext(context, signature)

@@ -296,7 +296,7 @@ class Incoming:
             raise NotReady(f"the running program has ended the upgrade, and continues: {error}")
         self._take_stderr()
         if error:
-            _log.error("upgrade_commit_missing reason=%s: the other program has ended", error)
+            _log.error("upgrade_commit_missing reason=%s other_program=ended", error)
 
     async def _shut_when_cancelled(self) -> None:
         """Shut the connection on cancellation: a message that has arrived stays readable, and the

@@ -129,7 +129,7 @@ async def report_wrong_keys(find: Callable[[], KeyCounters | None]) -> None:
         if counters is not None:
             counters.recent_refusals.note(refused, trio.current_time())
         if more := report.due(refused, trio.current_time()):
-            _log.warning("wrong_api_key requests=%d: 401 without a valid key", more)
+            _log.warning("wrong_api_key requests=%d status=401", more)
 
 
 def _offset(index: int, slot: int) -> int:

@@ -86,7 +86,7 @@ class EnvoyService:
         try:
             await self._open(nursery, run, picks)
         except OSError as error:
-            _log.error("grpc_listen_refused error=%s", error)
+            _log.error("grpc_listen_failed error=%s was=grpc_listen_refused", error)
             return error
         for server in before:
             server.stop(self._drain_secs())

@@ -150,7 +150,7 @@ async def test_a_reload_rejects_an_invalid_key_and_keeps_the_current_one(tmp_pat
             await running.until_routable(*fleet)
             put(file, good.replace(str(key_file), str(FILES / "renewed-key.pem")))
             await running.until_logged(
-                r"config_refused source=[a-z]+: the current configuration stays\n.*server\.tls_key: .*not the key"
+                r"config_refused source=[a-z]+ action=kept_current\n.*server\.tls_key: .*not the key"
             )
             assert (await running.client.post("/reload")).status_code == 422
             assert (await running.ask()).status_code == 200

@@ -79,7 +79,7 @@ async def test_envoy_connects_by_tls_and_a_renewed_certificate_is_used(tmp_path)
             other = Ports(envoy=0, grpc=taken.getsockname()[1], http=here.at.http)
             put(here.file, picker_config(other, here.fleet, tables=tables))
             await here.picker.client.post("/reload")
-            await here.picker.until_logged("grpc_listen_refused .*Address already in use")
+            await here.picker.until_logged("grpc_listen_failed .*Address already in use")
         assert (await here.client.post("/v1/chat/completions", json=chat())).status_code == 200
         # TLS is turned off at the same address: new connections are plain, so Envoy's fail.
         put(here.file, picker_config(here.at, here.fleet))
