@@ -15,7 +15,7 @@ from tests.cli.feeds import ODD
 ACCESS = {
     "at": "2026-11-21T19:00:00.204+00:00", "method": "POST", "target": "/v1/chat/completions",
     "status": 200, "outcome": "completed", "ended_by": "", "phase": "relay", "stream": True,
-    "worker": "http://a:1", "model": "m", "attempts": 2, "queue_ms": 12.0, "first_ms": 118.2,
+    "worker": "http://a:1", "model": "m", "attempts": 2, "queue_ms": 12.0, "first_byte_ms": 118.2,
     "total_ms": 840.0, "request_id": "r-1",
 }  # fmt: skip
 ROUTE = {

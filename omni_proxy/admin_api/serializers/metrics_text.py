@@ -68,7 +68,8 @@ def _data_plane(services: Services) -> Iterator[Metric]:
     broken = _number(counts, "failures")
     yield total("connection_failures", "Connections that ended by a fault of the proxy", broken)
     spans = _number(counts, "answers_across_versions")
-    yield total("answers_across_weights", "Responses during which weights changed", spans)
+    for name in ("responses_across_weights", "answers_across_weights"):  # the second: the old name
+        yield total(name, "Responses during which weights changed", spans)
     yield from _processes(services.data_plane.rows(), "dataplane_process", "process")
     yield from _processes(services.data_plane.rows(), "door", "door")  # the old names
 

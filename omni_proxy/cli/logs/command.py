@@ -133,7 +133,7 @@ def _outcome(record: dict[str, Any]) -> object:
 def _more(record: dict[str, Any]) -> list[str]:
     """Fields that are shown only if they are unusual."""
     parts = []
-    if (first := _number(record, "first_ms", "ttfb_s")) is not None and record.get("stream"):
+    if (first := _number(record, "first_byte_ms", "ttfb_s")) is not None and record.get("stream"):
         parts.append(f"first {format_millis(first)}")
     if isinstance(queued := record.get("queue_ms"), int | float) and queued >= 1:
         parts.append(f"queued {format_millis(queued)}")

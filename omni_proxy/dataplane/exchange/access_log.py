@@ -78,13 +78,17 @@ def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
         "queue_ms": round(exchange.queued_secs * 1000, 3),
         "bytes_in": exchange.bytes_in,
         "bytes_out": exchange.bytes_out,
-        "pieces": exchange.chunks,
+        "chunks": exchange.chunks,
         "head_ms": _ms(exchange.head_at, start),
         "body_ms": _ms(exchange.body_at, start),
         "connect_ms": _ms(exchange.sent_at, start),
+        "response_head_ms": _ms(exchange.response_head_at, start),
+        "first_byte_ms": _ms(exchange.first_at, start),
+        "total_ms": _ms(exchange.ended_at, start),
+        # Old names, for one release.
+        "pieces": exchange.chunks,
         "answer_ms": _ms(exchange.response_head_at, start),
         "first_ms": _ms(exchange.first_at, start),
-        "total_ms": _ms(exchange.ended_at, start),
     }
     return _encode(record)
 
