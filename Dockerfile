@@ -1,4 +1,4 @@
-# The proxy without replicas. Not built by our tests: no container runtime was at hand where they run.
+# The proxy without replicas. The tests do not build it: their machines have no container runtime.
 #   docker build -t omni-proxy . && docker run -p 30000:30000 -v ./proxy.toml:/etc/omni-proxy/proxy.toml omni-proxy
 # In proxy.toml: host = "0.0.0.0", and access_log = "-" so that `docker logs` has it.
 
@@ -16,8 +16,8 @@ ENV PATH=/opt/omni-proxy/bin:$PATH
 RUN useradd --system omni-proxy && install -d -o omni-proxy /etc/omni-proxy /var/lib/omni-proxy /models
 USER omni-proxy
 EXPOSE 30000
-# /live: a restart mends neither workers that are down nor a mistake in the file. For another [server] port set
-# HEALTH_PORT.
+# Liveness only (/live): a restart fixes neither unavailable workers nor an invalid file. For another [server] port
+# set HEALTH_PORT.
 ENV HEALTH_PORT=30000
 HEALTHCHECK CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen('http://127.0.0.1:%s/live' % os.environ['HEALTH_PORT'], timeout=3)"]
 # No shell in between: SIGTERM must reach the proxy, which then drains (docker stop --time 130).

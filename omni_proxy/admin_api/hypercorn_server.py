@@ -1,6 +1,7 @@
 """Hypercorn on the private Unix socket that only the data plane connects to.
 
-Invariant: a fault of a connection does not end the server; each is a `hypercorn_connection`.
+Invariant: a failed connection does not end the server. Each one is a connection of
+`hypercorn_connection`.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def _ids(value: object, name: str) -> tuple[str, ...]:
     try:
         "".join(ids).encode()
     except UnicodeEncodeError:
-        raise bad_request(f"{name} has half a character (a lone surrogate)") from None
+        raise bad_request(f"{name} contains a lone surrogate") from None
     return ids
 
 

@@ -1,7 +1,7 @@
 """The paths of engines' control routes, which the admin API has, too.
 
-The proxy calls engines at these paths, and its own routes (`routes.py`), their translation
-(`engine_dialects.py`) and the merge of responses (`results.py`) are found by them.
+The proxy calls engines at these paths, and its own routes (`admin_route_table.py`), their
+translation (`engine_dialects.py`) and the merge of responses (`results.py`) are found by them.
 """
 
 from __future__ import annotations

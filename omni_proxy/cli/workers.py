@@ -112,7 +112,7 @@ def _add_command_flags(subparser: argparse.ArgumentParser, name: str) -> None:
         )
         subparser.add_argument(
             "--kv-connector", choices=get_args(KvConnector),
-            help="how prefill and decode workers pass KV caches",
+            help="protocol of KV transfers between prefill and decode workers",
         )  # fmt: skip
         subparser.add_argument(
             "--bootstrap-port", metavar="PORT", type=int, help="bootstrap port of a prefill worker"

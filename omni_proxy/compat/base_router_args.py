@@ -55,7 +55,7 @@ class RouterArgsBase:
             raise TypeError(f"{len(values)} values, but there are {len(fields)} fields")
         by_place = dict(zip(fields, values, strict=False))
         if twice := by_place.keys() & named.keys():
-            raise TypeError(f"given by place and by name: {', '.join(sorted(twice))}")
+            raise TypeError(f"passed by position and by keyword: {', '.join(sorted(twice))}")
         for name, field in fields.items():
             setattr(self, name, default_of(field))
         for name, value in (by_place | named).items():

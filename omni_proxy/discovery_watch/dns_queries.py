@@ -1,4 +1,4 @@
-"""DNS queries of one `[[discover]]` of kind dns. It imports the DNS library, which takes 0.1 s.
+"""DNS queries of one `[[discover]]` of kind dns. It imports the DNS library, which is slow.
 
 A host with IPv4 addresses is not queried for IPv6: these would be the same servers, counted twice.
 """

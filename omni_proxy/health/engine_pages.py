@@ -1,4 +1,4 @@
-"""Fetches pages of engines, such as /server_info, for readers.
+"""Fetches status endpoints of engines, such as /server_info, for readers.
 
 A reader reads a worker when the worker becomes healthy, when another process answers at its URL,
 and when a changed setting requires it. Reads with the same trigger share one call per page. A

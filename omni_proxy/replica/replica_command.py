@@ -107,7 +107,9 @@ def _add_torch(parser: argparse.ArgumentParser) -> None:
     add("--transcription", choices=["whisper-tiny", "off"], default="off", help="ASR model")
     add("--images", choices=["ocr", "off"], default="off", help="how text in images is read")
     add("--pipeline", type=Path, metavar="FILE.toml", help="file that defines the stages")
-    add("--admin-api-key", metavar="KEY", help="default: $SGLANG_OMNI_ADMIN_KEY; without it, open")
+    add("--admin-api-key", metavar="KEY",
+        help="admin key (default: $SGLANG_OMNI_ADMIN_KEY); "
+        "without one, admin routes need no key")  # fmt: skip
     add(
         "--weights-root",
         type=Path,

@@ -1,9 +1,9 @@
 """Hints between the proxies of a cluster, for the policies of one process: received and to publish.
 
-Prompts: hints tell to which workers other proxies sent a prompt's prefixes. Sessions: placements
-made here; received ones go directly into the table of sessions. Invariant: without `[cluster]`, or
-without `prefixes` and `sessions` in `share`, there are no notes and no hints. A hint only makes a
-candidate more likely. Pure: `cluster_member.shared_hints` publishes.
+Prompts: hints contain the workers to which other proxies sent a prompt's prefixes. Sessions:
+placements made here; received ones go directly into the table of sessions. Invariant: without
+`[cluster]`, or without `prefixes` and `sessions` in `share`, there are no notes and no hints. A
+hint only makes a candidate more likely. Pure: `cluster_member.shared_hints` publishes.
 """
 
 from __future__ import annotations

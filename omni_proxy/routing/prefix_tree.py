@@ -1,7 +1,7 @@
 """A radix tree of texts and their holders: the workers that most likely have a prefix cached.
 
 Sizes are bytes of text; a text with several holders counts once in `size`. Nodes are numbers and
-their fields are columns: objects would take three times the memory and burden the garbage
+their fields are columns: objects would take more memory and burden the garbage
 collector. Invariants: a holder of a node also holds its parent; a parent is more recently used than
 its children, so the least recently used node is a leaf. Each call does a bounded amount of upkeep,
 and `size` never exceeds 5/4 of `max_size` by more than one text. While `_prune` has work left, a

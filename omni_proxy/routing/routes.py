@@ -24,7 +24,7 @@ class BodyKind(Enum):
     OPAQUE = "opaque"
 
 
-# Looking up a member of an enum is ten times slower than a module name in Python 3.11.
+# In Python 3.11 the look-up of an enum's member is much slower than that of a module's name.
 JSON, ALWAYS_JSON, FORM, OPAQUE = BodyKind
 
 

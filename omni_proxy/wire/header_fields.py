@@ -33,7 +33,7 @@ HINTS: Final = {
 }
 RANK_NAME: Final = b"x-data-parallel-rank"  # a hint that is also forwarded: an engine may read it
 RANK_HINT: Final = b"data-parallel-rank"
-LOAD_HINT: Final = b"load-format"  # the client wants the engine's load in the response
+LOAD_HINT: Final = b"load-format"  # the client requests the engine's load in the response
 HINTED_FIELDS: Final = {**HINTS, RANK_NAME: RANK_HINT}
 
 # Fields of requests that are not forwarded, or that the proxy writes itself.

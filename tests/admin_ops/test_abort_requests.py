@@ -63,7 +63,7 @@ def test_the_body_selects_the_requests(dialect, fields, expected):
         (SGLANG, b'{"rid": "a", "prefix": 1}', "prefix must be true or false"),
         (SGLANG, b'{"abort_all": "yes"}', "abort_all must be true or false"),
         (VLLM, b'{"request_ids": [1]}', "request_ids must be a string or a list"),
-        (VLLM, b'{"request_ids": ["\\ud800"]}', "half a character"),
+        (VLLM, b'{"request_ids": ["\\ud800"]}', "a lone surrogate"),
     ],
 )
 def test_a_body_that_selects_no_requests_is_refused(dialect, body, message):

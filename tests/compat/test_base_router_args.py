@@ -54,7 +54,7 @@ def test_lists_are_not_shared_between_arguments(kind):
 def test_values_can_be_positional(kind):
     args = kind(["http://a:1"], "::1", 5)
     assert (args.worker_urls, args.host, args.port) == (["http://a:1"], "::1", 5)
-    with pytest.raises(TypeError, match="given by place and by name: host"):
+    with pytest.raises(TypeError, match="passed by position and by keyword: host"):
         kind([], "::1", host="::2")
     with pytest.raises(TypeError, match="values, but there are"):
         kind(*range(500))

@@ -1,4 +1,4 @@
-"""Workers found_worker by discovery, with configured ones and with changes over HTTP."""
+"""Discovered workers, combined with configured ones and with changes over HTTP."""
 
 from omni_proxy.config.overlay import (
     MAX_ABSENT,

@@ -55,7 +55,12 @@ def parser() -> argparse.ArgumentParser:
     add, usual = result.add_argument, Choices()
     add("file", metavar="FILE", type=Path, nargs="?", default=DEFAULT_FILE,
         help=f"default {DEFAULT_FILE}; - is stdout")  # fmt: skip
-    add("--worker-urls", metavar="URL", nargs="+", help="the engines, such as http://10.0.0.1:8000")
+    add(
+        "--worker-urls",
+        metavar="URL",
+        nargs="+",
+        help="URLs of workers, such as http://10.0.0.1:8000",
+    )
     add("--policy", metavar="NAME", help=f"{', '.join(POLICIES)} (default {usual.policy})")
     add("--host", metavar="HOST", help=f"address to listen on (default {usual.host})")
     add("--port", metavar="PORT", help=f"port to listen on (default {usual.port})")

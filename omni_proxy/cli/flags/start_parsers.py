@@ -196,9 +196,9 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
     add("--prefill", dest="prefill_replicas", metavar="N", type=_count, default=0,
         help="replicas that only compute prompts; with --decode, instead of --dp-size")  # fmt: skip
     add("--decode", dest="decode_replicas", metavar="N", type=_count, default=0,
-        help="replicas that only generate text, from the KV caches of those")  # fmt: skip
+        help="replicas that only decode, with KV caches from the prefill replicas")  # fmt: skip
     add("--kv-connector", dest="replica_connector", choices=["sglang", "nixl", "mooncake"],
-        default="", help="how prefill replicas pass KV caches (default sglang)")  # fmt: skip
+        default="", help="protocol of KV transfers between replicas (default sglang)")  # fmt: skip
     add("--bootstrap-base-port", dest="bootstrap_base_port", metavar="PORT", type=_count,
         default=DEFAULT_BOOTSTRAP_PORT,
         help="first bootstrap port of prefill replicas (default %(default)s)")  # fmt: skip
@@ -219,7 +219,8 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
     add("--worker-base-port", "--router-dp-worker-base-port", metavar="PORT", type=_count,
         default=31000, help="use free ports from here on (default 31000)")  # fmt: skip
     add("--worker-startup-timeout-secs", "--router-worker-startup-timeout-secs", metavar="SECS",
-        type=float, default=300.0, help="for a replica to get ready (default 300)")  # fmt: skip
+        type=float, default=300.0,
+        help="time for a replica to become ready (default 300)")  # fmt: skip
     _add_serving(parser, prefix="--router-", policy="cache_aware")
     add_ignored_flags(parser, "--router-")
     _add_verbose(parser, "--router-verbose")  # without the prefix it is the engine's

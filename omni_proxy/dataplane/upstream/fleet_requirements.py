@@ -1,5 +1,6 @@
 """What the fleet, the policy and the aliases add to the requirements of a request, before its
-worker is chosen: one text for relayed, picked and explained requests and for WebSocket sessions.
+worker is chosen: one implementation for relayed, picked and explained requests and for WebSocket
+sessions.
 
 Invariant: call `pin_request` first, then `complete_requirements`. Nothing here counts the request
 or chooses its worker. Only the affinity key is read from a body that is parsed in slices.

@@ -1,7 +1,7 @@
 """The messages between the main process and a data-plane process.
 
 The main process sends `ProcessCommand`s, a data-plane process `ProcessEvent`s, both as MessagePack
-over an `channel.IpcChannel`. Both sides are the same build, so the format has no version.
+over a `channel.IpcChannel`. Both sides are the same build, so the format has no version.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ Sum = Callable[[Tensor], Tensor]
 
 NamedTensor = tuple[str, Tensor]
 
-# Slices of one rank that are gathered by one operation: each takes some 0.2 ms besides the copying.
+# Slices of one rank that are gathered by one operation: each has a fixed cost besides the copying.
 GATHER_BYTES = 1 << 20
 
 

@@ -2,8 +2,8 @@
 
 Invariant: the tokens are the whole prompt, and the engine caches it as plain tokens of the base
 model. So there are none for a request with media, several prompts, an adapter or a cache salt.
-Token ids stay as text of the body, up to `MAX_BYTES`: parsing a thousand integers would take ten
-times as long as their use. A body for an engine's /tokenize has one text, or messages with all
+Token ids stay as text of the body, up to `MAX_BYTES`: parsing the integers would take longer
+than their use. A body for an engine's /tokenize has one text, or messages with all
 fields that the chat template uses; there is none for requests that continue the assistant's
 message. Source: vLLM's and SGLang's API of /tokenize.
 """

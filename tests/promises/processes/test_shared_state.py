@@ -1,4 +1,4 @@
-"""Data-plane processes share in-flight counts, limits, sessions and half-open trials."""
+"""Data-plane processes share in-flight counts, limits, sessions and half-open requests."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A worker is ejected after a few failed requests, and returns after one trial request."""
+"""A worker is ejected after a few failed requests, and returns after one half-open request."""
 
 from datetime import UTC, datetime
 

@@ -1,4 +1,4 @@
-"""A worker whose script runs before the request body is received, and reads it when it likes."""
+"""A worker whose script runs before the request body is received, and controls when the body is read."""
 
 import trio
 

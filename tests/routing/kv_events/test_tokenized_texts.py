@@ -1,4 +1,4 @@
-"""Known texts are bounded in memory; questions are limited unless their answers are used."""
+"""Known texts are bounded in memory; calls to /tokenize are limited unless their results are used."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The sync state machine with simulated participants that join, refuse, fail, die or lie."""
+"""The sync state machine with simulated participants that join, refuse, fail, crash or send false reports."""
 
 from collections import Counter
 
