@@ -9,5 +9,5 @@ cdef class Settings:
     cdef public object fast_path_cache
     cdef public RequestLimits limits
     cdef public Timeouts timeouts
-    cdef public bint _has_ranks, _has_pools, half_close_aborts, access_log_is_json, counts_usage
+    cdef public bint _has_ranks, _has_pools, _reads_prompts, half_close_aborts, access_log_is_json, counts_usage
     cdef public bint keeps_last_chunk

@@ -14,11 +14,12 @@ from omni_proxy.api_keys.callers import KEY_FIELDS, Callers
 from omni_proxy.api_keys.key_table import KeyTable
 from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.keys import CallerKey
-from omni_proxy.dataplane.exchange.fast_path_cache import FastPathCache
+from omni_proxy.dataplane.exchange.fast_path_cache import FastPathCache, FastPathFlags
 from omni_proxy.dataplane.exchange.request_trace import Tracing
 from omni_proxy.dataplane.exchange.token_usage import count_tokens
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.timeouts import timeouts_of
+from omni_proxy.routing.policies import reads_prompts
 from omni_proxy.routing.policies.cache_feedback import learns_from_answers
 from omni_proxy.routing.routes import configured_routes
 from omni_proxy.wire.cors import RATE_FIELDS, Cors
@@ -81,6 +82,7 @@ class Settings:
         observe = config.observe
         self.tracing = Tracing(observe.trace_sampling) if observe.otlp_endpoint else None
         self.keeps_last_chunk = self.counts_usage or learns_from_answers(config.routing)
+        self._reads_prompts = reads_prompts(config.routing) or bool(config.routing.models)
         self._renew_fast_path_cache()
 
     def follow_keys(
@@ -106,8 +108,7 @@ class Settings:
     def _new_fast_path_cache(self) -> FastPathCache:
         return FastPathCache(
             self.routes,
-            has_ranks=self._has_ranks,
-            has_pools=self._has_pools,
+            FastPathFlags(self._has_ranks, self._has_pools, self._reads_prompts),
             callers=self.callers if self.callers.guarded else None,
             tracing=self.tracing,
         )

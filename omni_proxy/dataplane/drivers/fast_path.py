@@ -181,8 +181,7 @@ class FastPath(EventHandler):
         return exchange
 
     def _send(self, chunk: bytes) -> bool:  # noqa: C901 - one frame, as it runs for each request
-        """Send the request to a worker. False if the coroutine must continue; then `io.exchange` is
-        set if the exchange has begun."""
+        """Send the request. False: the coroutine continues, with `io.exchange` if it has begun."""
         cached, io = self.cached, self._io
         template, services = cached.template, io.services
         brace = chunk.find(_BRACE)
@@ -198,6 +197,8 @@ class FastPath(EventHandler):
             plain = read_plain_body(cached.route, body) if cached.reads_plain_body else None
             decode = cached.decode_ascii if body.isascii() else cached.decode
             need = plain or requirements_of_fields(cached.route, decode(body))
+            if cached.decodes_later:
+                need.decoded, need.undecoded = None, body
             balancer = services.balancer
             if balancer.aliases is not None and need.model in balancer.aliases.splits:
                 set_alias(balancer.aliases, need, cached.route, body, cached.head)
@@ -232,8 +233,7 @@ class FastPath(EventHandler):
         pool = services.upstream_pools.known.get(target) or services.upstream_pools.of(target)
         if (upstream := pool.reuse(self)) is None:
             return False
-        io.upstream = self.waiting_on = upstream
-        self._pool = pool
+        io.upstream, self.waiting_on, self._pool = upstream, upstream, pool
         if worker.api_key_env or exchange.trace is not None:
             lines = self._lines_for(exchange, target, lines)
         request = encode_request(pool.own_lines, lines, length_line, body)

@@ -7,7 +7,7 @@ decides which workers of its route may serve it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -19,7 +19,14 @@ from omni_proxy.dataplane.exchange.request_trace import (
     has_state_alone,
     traceparent_index,
 )
-from omni_proxy.routing.inspect.body_fields import ABSENT, BodyFields, decode_body, decode_strict
+from omni_proxy.routing.inspect.body_fields import (
+    ABSENT,
+    BodyFields,
+    RoutedFields,
+    decode_body,
+    decode_routed,
+    decode_strict,
+)
 from omni_proxy.routing.inspect.plain_body import READS_BODIES
 from omni_proxy.routing.inspect.requirements import has_json_body
 from omni_proxy.routing.pinning import SPEECH_TRAFFIC, may_name_rank
@@ -47,6 +54,7 @@ class CachedRequest:
         "caller",
         "decode",
         "decode_ascii",
+        "decodes_later",
         "head",
         "reads_plain_body",
         "route",
@@ -80,10 +88,20 @@ class CachedRequest:
             READS_BODIES and route.traffic == "generation" and not source.has_ranks
         )
         # Raises HttpError for a body that can't take the fast path.
-        self.decode = decode_unless_ranked if source.has_ranks else decode_body
+        self.decode: Callable[[bytes], RoutedFields] = (
+            decode_unless_ranked if source.has_ranks else decode_body
+        )
         # For a body in ASCII, without the frame of `decode_body`. It also raises MALFORMED, for a
         # body that only `decode_body` accepts (NaN, a lone surrogate): the coroutine handles it.
-        self.decode_ascii = self.decode if source.has_ranks else decode_strict
+        self.decode_ascii: Callable[[bytes], RoutedFields] = (
+            self.decode if source.has_ranks else decode_strict
+        )
+        # The fields of the prompt are decoded only when something reads them.
+        self.decodes_later = route.traffic == "generation" and not (
+            source.reads_prompts or source.has_ranks or source.has_pools
+        )
+        if self.decodes_later:
+            self.decode_ascii = decode_routed
 
 
 class _RankedFields(BodyFields, gc=False):
@@ -134,23 +152,30 @@ class _Never:
 _NEVER: Final = _Never()
 
 
+class FastPathFlags(NamedTuple):
+    """What all requests have in common. `has_ranks`: the fleet has data-parallel ranks, so requests
+    that may name one are excluded. `has_pools`: some requests may be served in two legs.
+    `reads_prompts`: the policy, or an alias, reads more of each body than `RoutedFields`."""
+
+    has_ranks: bool = False
+    has_pools: bool = False
+    reads_prompts: bool = True
+
+
 class FastPathCache:
-    """Cached requests of all connections, under one configuration. `has_ranks`: the fleet has
-    data-parallel ranks, so requests that may name one are excluded. `has_pools`: some requests may
-    be served in two legs. `callers`: set if requests need a key, which is then a constant part of
-    each template. `tracing`: set if workers get a trace context."""
+    """Cached requests of all connections, under one configuration. `callers`: set if requests need
+    a key, which is then a constant part of each template. `tracing`: set if workers get a trace
+    context."""
 
     def __init__(
         self,
         routes: ConfiguredRoutes,
+        flags: FastPathFlags,
         *,
-        has_ranks: bool = False,
-        has_pools: bool = False,
         callers: Callers | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        self.has_ranks = has_ranks
-        self.has_pools = has_pools
+        self.has_ranks, self.has_pools, self.reads_prompts = flags
         self.tracing = tracing
         self._callers = callers
         self._routes = routes

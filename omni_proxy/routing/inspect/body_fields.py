@@ -46,8 +46,9 @@ else:
     OptionalRaw = msgspec.Raw  # of the union, msgspec would accept only null
 
 
-class BodyFields(msgspec.Struct, gc=False):
-    """The fields that are read; all others are skipped. Raw fields of length 0 are absent.
+class RoutedFields(msgspec.Struct, gc=False):
+    """The fields by which every request is routed; others are skipped. Raw fields of length 0 are
+    absent.
 
     Fields with the default None are compared for every request, and None is compared fastest.
     """
@@ -57,12 +58,6 @@ class BodyFields(msgspec.Struct, gc=False):
     messages: msgspec.Raw = ABSENT
     stream: bool | None = None
     request_id: str | None = None
-    stream_format: msgspec.Raw = ABSENT
-    prompt: msgspec.Raw = ABSENT
-    text: msgspec.Raw = ABSENT
-    input_ids: msgspec.Raw = ABSENT
-    token_ids: msgspec.Raw = ABSENT
-    system: msgspec.Raw = ABSENT
     rid: OptionalRaw = None
     modalities: OptionalRaw = None
     output_modalities: OptionalRaw = None
@@ -73,6 +68,17 @@ class BodyFields(msgspec.Struct, gc=False):
     audio_inputs: OptionalRaw = None
     video: OptionalRaw = None
     videos: OptionalRaw = None
+
+
+class BodyFields(RoutedFields, gc=False):
+    """All fields that are read: also those of a prompt and of speech."""
+
+    stream_format: msgspec.Raw = ABSENT
+    prompt: msgspec.Raw = ABSENT
+    text: msgspec.Raw = ABSENT
+    input_ids: msgspec.Raw = ABSENT
+    token_ids: msgspec.Raw = ABSENT
+    system: msgspec.Raw = ABSENT
     ref_audio: msgspec.Raw = ABSENT
     references: msgspec.Raw = ABSENT
     voice: msgspec.Raw = ABSENT
@@ -102,6 +108,7 @@ RawBodyFields = msgspec.defstruct(
     "Pieces", [(name, msgspec.Raw, ABSENT) for name in _FIELDS], gc=False
 )
 # Strict JSON only. It does not validate the text of skipped values, which `decode_body` does.
+decode_routed: Callable[[bytes], RoutedFields] = msgspec.json.Decoder(RoutedFields).decode
 decode_strict: Callable[[bytes], BodyFields] = msgspec.json.Decoder(BodyFields).decode
 _decode_pieces: Callable[[bytes], Any] = msgspec.json.Decoder(RawBodyFields).decode
 _decode_adapter: Callable[[bytes], Any] = msgspec.json.Decoder(

@@ -20,6 +20,7 @@ from omni_proxy.routing.inspect.body_fields import (
     MAX_REQUEST_ID_CHARS,
     BodyFields,
     ObjectListReader,
+    RoutedFields,
     body_fields_of,
     decode_body,
     form_fields,
@@ -97,7 +98,7 @@ class Requirements(msgspec.Struct, gc=False):
     request_id: str = ""
     pinning: Pinning = UNPINNED
     named_worker: str = ""  # id or URL, for Pinning.NAMED
-    decoded: BodyFields | None = None  # what `body_fields` returns
+    decoded: RoutedFields | None = None  # what `body_fields` returns, unless `undecoded` is set
     affinity_key: str = ""  # keeps a session on its worker, for policies that use it
     version_constraint: VersionConstraint | None = None  # which weights it accepts; None: any
     rids: tuple[str, ...] = ()  # ids at the engine, if the body has them (SGLang)
@@ -118,7 +119,7 @@ class Requirements(msgspec.Struct, gc=False):
         """The fields of the body, for policies that read the prompt."""
         if self.undecoded:
             self.decoded, self.undecoded = decode_body(self.undecoded), b""
-        return self.decoded
+        return self.decoded  # type: ignore[return-value]
 
     @body_fields.setter
     def body_fields(self, fields: BodyFields | None) -> None:
@@ -283,8 +284,9 @@ def has_json_body(route: Route, facts: HeadFacts) -> bool:
     return complete == b"application/json" or b"json" in complete.lower()
 
 
-def requirements_of_fields(route: Route, payload: BodyFields) -> Requirements:
-    """The requirements of the fields of a JSON body. Raises HttpError 400."""
+def requirements_of_fields(route: Route, payload: RoutedFields) -> Requirements:
+    """The requirements of the fields of a JSON body; for a route of speech, of its `BodyFields`.
+    Raises HttpError 400."""
     model, mask, stream = payload.model, route.mask, payload.stream is True
     if not model or not model.isascii() or len(model) > MAX_MODEL_CHARS:
         model, payload.model = _named(model), None
@@ -311,6 +313,7 @@ def requirements_of_fields(route: Route, payload: BodyFields) -> Requirements:
             requirements.mask |= _media(payload)
         requirements.rids = read_rids(payload.rid or ABSENT)
     if route.traffic != "generation":
+        assert isinstance(payload, BodyFields)
         _read_speech(route, payload, requirements)
     return requirements
 
@@ -335,7 +338,7 @@ def _named(model: str | None) -> str | None:
     return model if model.isascii() else model.encode("utf-8", "replace").decode()
 
 
-def _media(payload: BodyFields) -> int:
+def _media(payload: RoutedFields) -> int:
     mask = 0
     for bit, value in zip(_RARE.values(), _rare_values(payload), strict=True):
         if bit and is_truthy(value):

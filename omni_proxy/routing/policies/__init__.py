@@ -17,7 +17,7 @@ from omni_proxy.routing.policies.policy import Policy, RandomBelow
 from omni_proxy.routing.policies.round_robin import Random, RoundRobin
 from omni_proxy.routing.policies.sticky import Sticky
 
-__all__ = ["BUILT_IN", "Policy", "RandomBelow", "build_policy"]
+__all__ = ["BUILT_IN", "Policy", "RandomBelow", "build_policy", "reads_prompts"]
 
 # Keys: the names in `config.fields.POLICIES`.
 BUILT_IN: Final[dict[str, type[Policy]]] = {
@@ -29,6 +29,12 @@ BUILT_IN: Final[dict[str, type[Policy]]] = {
     "consistent_hashing": ConsistentHashing,
     "prefix_hash": PrefixHash,
 }
+
+
+def reads_prompts(routing: RoutingConfig) -> bool:
+    """Whether the policy of this configuration reads the prompt of each request."""
+    built_in = BUILT_IN.get(routing.policy)
+    return built_in is None or built_in.reads_prompts
 
 
 def build_policy(

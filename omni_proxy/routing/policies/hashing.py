@@ -170,6 +170,7 @@ class ConsistentHashing(Policy):
     A request without a key goes to the least loaded worker.
     """
 
+    reads_prompts = False
     __slots__ = ("_keyless", "_rings", "name")
     needs_affinity_key = True
 

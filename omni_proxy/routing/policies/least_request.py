@@ -76,6 +76,7 @@ class LeastRequest(Policy):
     the lowest (in_flight + 1) / weight is picked.
     """
 
+    reads_prompts = False
     __slots__ = ("_even", "_scans", "_turn", "_twice", "_weights", "name")
 
     def __init__(self) -> None:
@@ -130,6 +131,7 @@ class LeastRequest(Policy):
 class PowerOfTwo(Policy):
     """The less loaded of two workers drawn at random."""
 
+    reads_prompts = False
     __slots__ = ("_random_below", "name")
 
     @classmethod

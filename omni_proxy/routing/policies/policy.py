@@ -32,15 +32,18 @@ class Policy(ABC):
     the other methods suit a policy without state.
 
     A policy may read these attributes of a worker: `id`, `url`, `weight` (1 or more), `in_flight`,
-    `max_inflight` (0: no limit), `model`, `capabilities` and `version`; it must not set any of
-    them. A worker is hashable by identity and is the same object until it leaves the fleet. Of the
-    requirements a policy may read `model`, `stream`, `affinity_key` and `body_fields`.
+    `max_inflight` (0: no limit), `model`, `capabilities` and `weight_version`; it must not set any
+    of them. A worker is hashable by identity and is the same object until it leaves the fleet. Of
+    the requirements a policy may read `model`, `stream`, `affinity_key` and `body_fields`.
     """
 
     __slots__ = ()
     name: str  # of a built-in policy; others have the name in the configuration
     # False: `preview_pick` and `explain_pick` are called only for POST /explain.
     explains_itself = True
+    # Whether it reads `Requirements.body_fields` of most requests. Otherwise most of them are not
+    # decoded before they are read.
+    reads_prompts = True
     needs_affinity_key = False  # True: `Requirements.affinity_key` is filled in before a pick
 
     @classmethod

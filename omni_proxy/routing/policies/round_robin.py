@@ -19,6 +19,7 @@ class RoundRobin(Policy):
     bursts to heavy workers.
     """
 
+    reads_prompts = False
     __slots__ = ("_credits", "_even", "_turn", "_weights", "name")
 
     def __init__(self) -> None:
@@ -65,6 +66,7 @@ class RoundRobin(Policy):
 class Random(Policy):
     """Random by weight, for diagnosis."""
 
+    reads_prompts = False
     __slots__ = ("_random_below", "_weights", "name")
 
     @classmethod
