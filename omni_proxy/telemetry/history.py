@@ -81,8 +81,13 @@ class Bin:
     gaps: dict[int, int] = field(default_factory=dict)
 
     def add(self, other: Bin) -> None:
-        for name in _COUNTED:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        # Not a loop over the names: it runs for all workers every few seconds.
+        self.requests += other.requests
+        self.errors += other.errors
+        self.input_tokens += other.input_tokens
+        self.output_tokens += other.output_tokens
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
         self.reports_tokens |= other.reports_tokens
         self.secs += other.secs
         self.in_flight += other.in_flight
@@ -103,10 +108,8 @@ class Bin:
             nan if self.waiting is None else self.waiting,
             _share(self.input_tokens, token_secs),
             _share(self.output_tokens, token_secs),
-            _quantile_ms(self.firsts, FINE, 0.5),
-            _quantile_ms(self.firsts, FINE, 0.95),
-            _quantile_ms(self.gaps, BETWEEN_CHUNKS, 0.5),
-            _quantile_ms(self.gaps, BETWEEN_CHUNKS, 0.95),
+            *_quantiles_ms(self.firsts, FINE),
+            *_quantiles_ms(self.gaps, BETWEEN_CHUNKS),
             _share(self.cached_tokens, self.prompt_tokens),
         )
 
@@ -115,14 +118,15 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else nan
 
 
-def _quantile_ms(sparse: dict[int, int], bounds: tuple[float, ...], share: float) -> float:
+def _quantiles_ms(sparse: dict[int, int], bounds: tuple[float, ...]) -> tuple[float, float]:
+    """The median and the 95th percentile; nan if there is nothing."""
     if not sparse:
-        return nan
+        return nan, nan
     counts = [0] * (len(bounds) + 1)
     for bucket, count in sparse.items():
         counts[bucket] = count
-    secs = quantile(counts, share, bounds)
-    return nan if secs is None else secs * 1000
+    median, p95 = (quantile(counts, share, bounds) for share in (0.5, 0.95))
+    return nan if median is None else median * 1000, nan if p95 is None else p95 * 1000
 
 
 class _Ring:
@@ -169,9 +173,11 @@ class _Ring:
             return
         if self.slot < slot < self.slot + POINTS:
             row = self._now.values() if self._now.samples else (nan,) * len(SERIES)
+            ended = self.slot % POINTS
             for column, value in zip(self._columns, row, strict=True):
-                column[self.slot % POINTS] = value
-                for missed in range(self.slot + 1, slot):
+                column[ended] = value
+            for missed in range(self.slot + 1, slot):
+                for column in self._columns:
                     column[missed % POINTS] = nan
         else:
             for column in self._columns:
@@ -272,6 +278,8 @@ class History:
                 return
             track = self.workers[worker] = Track()
         counts = track.sample(at, totals, worker.in_flight, waiting)
+        if not (counts.reports_tokens or counts.prompt_tokens or counts.gaps):
+            return
         # Counts that `end_second` does not get, because they are counted only by worker.
         rest = Bin(
             input_tokens=counts.input_tokens, output_tokens=counts.output_tokens,
