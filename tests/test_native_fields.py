@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Of classes with a .pyx, Cython itself reports undeclared fields.
-PXDS = sorted(
-    path for path in ROOT.glob("omni_proxy/**/*.pxd") if not path.with_suffix(".pyx").exists()
-)
+PXDS = sorted(ROOT.glob("omni_proxy/**/*.pxd"))
 CLASS = re.compile(r"^cdef class (\w+)(?:\((\w+)\))?:\n((?:(?:[ #].*)?\n)*)", re.MULTILINE)
 FIELDS = re.compile(r"^    cdef (?:public|readonly) \w+ ([^#\n]+)", re.MULTILINE)
 DECLARED = {
@@ -52,4 +49,9 @@ def test_a_pxd_declares_every_field_that_the_class_sets(path):
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name in DECLARED:
             declared, has_dict = declared_fields(node.name)
-            assert has_dict or set_fields(node) <= declared, node.name
+            fields = set_fields(node)
+            if path.with_suffix(
+                ".pyx"
+            ).exists():  # it replaces the .py, and has its own private ones
+                fields = {name for name in fields if not name.startswith("_")}
+            assert has_dict or fields <= declared, node.name

@@ -69,7 +69,8 @@ _REFUSALS: Final = (HttpError, *MALFORMED)
 
 
 class FastPath(EventHandler):
-    """Handles the events of a connection's streams from `start` to `stop`."""
+    """Handles the events of a connection's streams from `start` to `stop`. `waiting_on` is the one
+    stream whose event it handles next, never ANY_STREAM."""
 
     __slots__ = ("_io", "_pool", "_received", "_request", "_spare", "cached", "error")
 
