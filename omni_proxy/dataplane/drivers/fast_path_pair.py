@@ -49,7 +49,7 @@ from omni_proxy.dataplane.exchange.fast_path_cache import (
     rank_error,
 )
 from omni_proxy.dataplane.exchange_io import ExchangeIO
-from omni_proxy.dataplane.loop.event_loop import EventLoop
+from omni_proxy.dataplane.loop.event_loop import EventLoop, WakeCallback
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.upstream.outgoing_body import parts_for_target
@@ -117,7 +117,7 @@ class FastPairPath(FastPath):
         self._lines = b""  # head lines of the decode leg
         self._engine_lines: EngineLines | None = None  # created for the first pair of vLLM workers
         self._random_below = io.services.random_below
-        self._after_prefill = _AfterPrefill(self)
+        self._after_prefill = WakeCallback(self.go_on_after_prefill)  # waits for the leg
         self._fault: Exception | None = None  # a bug that was raised in a leg's step
         self._with_rid: SglangLegs | None = None  # set if the response must get the client's own id
         self._transfer_due = 0.0
@@ -386,16 +386,3 @@ def _with_own_id(leg_edits: SglangLegs, pool: UpstreamPool, body: bytes) -> byte
         ClientIds(leg_edits.rid, leg_edits.client_rid).restore(body),
     )
     return b"".join((template.start, length_lines(len(body))[0], template.end, _BLANK, body))
-
-
-class _AfterPrefill:
-    """Waits for a prefill leg if the decode leg depends on its response."""
-
-    __slots__ = ("_sender", "waiting_on")
-
-    def __init__(self, of: FastPairPath) -> None:
-        self.waiting_on: object = None
-        self._sender = of
-
-    def step(self) -> None:
-        self._sender.go_on_after_prefill()

@@ -54,6 +54,16 @@ class Steppable(Protocol):
     def step(self) -> None: ...
 
 
+class WakeCallback:
+    """A `Steppable` that calls a function."""
+
+    __slots__ = ("step", "waiting_on")
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.step = step
+        self.waiting_on: object = None
+
+
 class LoopTask(Protocol):
     """The part of a connection task (`loop.task.ConnectionTask`) that the event loop uses."""
 

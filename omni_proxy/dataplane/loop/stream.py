@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from select import EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP
 from typing import Final
 
-from omni_proxy.dataplane.loop.event_loop import EventLoop, PendingWriter
+from omni_proxy.dataplane.loop.event_loop import EventLoop, PendingWriter, WakeCallback
 from omni_proxy.dataplane.loop.sockets import receiver, sender
 from omni_proxy.dataplane.loop.task import (
     ANY_STREAM,
@@ -31,19 +31,6 @@ HUNG_UP: Final = EPOLLHUP | EPOLLERR  # both directions are closed, not only the
 INPUT_EVENTS: Final = EPOLLIN | PEER_CLOSED
 READ_WRITE: Final = EPOLLIN | EPOLLOUT  # the most frequent mask, compared first
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
-
-
-class _SendFailure:
-    """Reports in the next iteration that `Stream.flush` has failed."""
-
-    __slots__ = ("_stream", "waiting_on")
-
-    def __init__(self, stream: Stream) -> None:
-        self.waiting_on: object = None
-        self._stream = stream
-
-    def step(self) -> None:
-        self._stream.on_send_failure()
 
 
 class Stream(PendingWriter):
@@ -120,10 +107,10 @@ class Stream(PendingWriter):
             self.pending = pending
         except OSError:
             self.readable = self.peer_closed = True
-            self.loop.wake(_SendFailure(self))
+            self.loop.wake(WakeCallback(self.on_send_failure))
 
     def on_send_failure(self) -> None:
-        """Step the task that waits for the stream; its next read reports the error."""
+        """Step the task if it still waits for the stream; its next read reports the error."""
         task = self.task
         if task is not None and (task.waiting_on is self or task.waiting_on is ANY_STREAM):
             task.step()
