@@ -1,1 +1,2 @@
-"""One attempt to send a request to a worker, retries, and attempts beside an exchange."""
+"""One attempt to send a request to a worker, retries, reports to outlier ejection, and attempts
+beside an exchange."""

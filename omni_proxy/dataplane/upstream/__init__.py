@@ -1,1 +1,1 @@
-"""Upstream connections and the choice of a worker: pools, acquisition, reports of engines."""
+"""Upstream connections and the choice of a worker: pools, the balancer, reports of engines."""
