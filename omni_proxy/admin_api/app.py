@@ -13,7 +13,7 @@ from quart import Quart, Response, request
 from quart_trio import QuartTrio
 
 from omni_proxy.admin_api.access.audit_log import AuditLog
-from omni_proxy.admin_api.access.cors import OpenReads
+from omni_proxy.admin_api.access.browser_checks import OpenReads
 from omni_proxy.admin_api.access.key_check import KeyCheck
 from omni_proxy.admin_api.fleet_changes import FleetChanges
 from omni_proxy.admin_api.openapi_document import OpenApiRoutes

@@ -15,8 +15,7 @@ from typing import Final, NamedTuple
 from quart import Quart, Response
 
 from omni_proxy import __version__
-from omni_proxy.admin_api.access.key_check import needs_key
-from omni_proxy.admin_api.access.roles import roles_for
+from omni_proxy.admin_api.access.roles import needs_key, roles_for
 from omni_proxy.admin_api.openapi_schemas import ANY, FLAG, SCHEMAS, TEXT, Schema, ref
 from omni_proxy.admin_ops.admin_route_table import (
     ABORT_SYNC,

@@ -1,4 +1,5 @@
-"""Refuses requests that a browser may have sent for a page of another origin (CSRF, DNS rebinding).
+"""Browsers: refuses requests sent for a page of another origin (CSRF, DNS rebinding), except that
+such pages may read the routes that need no key (CORS).
 
 Invariant: without a key a client is authorized by its network address, and every page that a
 browser visits shares that address. So control routes answer only under a Host that outsiders can't
@@ -11,9 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from quart import Request
+from quart import Quart, Request, Response, request
 
+from omni_proxy.admin_api.access.roles import MODEL_CLIENT_POSTS, SAFE_METHODS, needs_key
 from omni_proxy.config.schema import Config
+from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.shared.origins import (
     Origin,
     hostname_of,
@@ -22,6 +25,7 @@ from omni_proxy.shared.origins import (
     parse_origin,
     shows_browser,
 )
+from omni_proxy.wire.cors import Cors
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.forwarded import FIELD, ReceivedVia, read_received
 
@@ -46,9 +50,6 @@ ANY_HOST: Final = frozenset(
         "/v1/models/<path:model>", "/dashboard",
     )
 )  # fmt: skip
-# Sent by model clients: served under any Host, and without the admin key.
-MODEL_CLIENT_POSTS: Final = frozenset(("/finish_session",))
-SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
 
 
 def reads(method: str, rule: str) -> bool:
@@ -145,3 +146,41 @@ class Caller:
 
 def _forbidden(message: str, code: str) -> HttpError:
     return HttpError(403, message, code, detail=message)
+
+
+READ_METHODS = ("GET", "HEAD")
+
+
+class OpenReads:
+    """CORS of reading routes that need no key. Mounted on an app once; runs before its routes."""
+
+    def __init__(self, config_store: ConfigStore) -> None:
+        self._config_store = config_store
+
+    def mount(self, app: Quart) -> None:
+        app.before_request(self._preflight)
+        app.after_request(self._allowed)
+
+    def _cors(self) -> Cors | None:
+        """None for routes that need a key."""
+        config, rule = self._config_store.config, request.url_rule
+        if rule is None or rule.rule not in READING or needs_key("GET", request.path, config.admin):
+            return None
+        server = config.server
+        return Cors(server.cors_allow_origins, filter(None, (server.request_id_header,)))
+
+    async def _preflight(self) -> Response | None:
+        if request.method != "OPTIONS" or "Origin" not in request.headers:
+            return None
+        cors = self._cors()
+        if cors is None or request.headers.get("Access-Control-Request-Method") not in READ_METHODS:
+            return None
+        requested_headers = request.headers.get("Access-Control-Request-Headers")
+        fields = cors.preflight(request.headers["Origin"], READ_METHODS, requested_headers)
+        return Response("", 200, dict(fields), content_type="text/plain") if fields else None
+
+    async def _allowed(self, response: Response) -> Response:
+        cors = self._cors() if request.method in READ_METHODS else None
+        if cors is not None and "Origin" in request.headers:
+            response.headers.extend(cors.fields(request.headers["Origin"]))
+        return response

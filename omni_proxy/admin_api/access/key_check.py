@@ -1,10 +1,10 @@
-"""Admin keys: which routes need one, who its holder is, and which listener serves which route.
+"""Admin keys: whether a request has the key that it needs, who its caller is, and which listener
+serves which route.
 
-Invariants: a route that is not listed as open needs a key, and one in no row of the table of roles
-needs the role `all`; an unknown route is a 404 without a key. With [admin] listen, closed routes
-answer only there (except /metrics); metrics_listen serves only metrics, without a key. The Host
-header, which the data plane sets, names the listener of a request. Without a key, `browser_checks`
-refuses pages of other origins.
+Invariants: an unknown route is a 404 without a key. With [admin] listen, closed routes answer only
+there (except /metrics); metrics_listen serves only metrics, without a key. The Host header, which
+the data plane sets, names the listener of a request. Without a key, `browser_checks` refuses pages
+of other origins. The name of a caller contains no key.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Final, NamedTuple
 
 from quart import Request, g, request
 
-from omni_proxy.admin_api.access.browser_checks import MODEL_CLIENT_POSTS, SAFE_METHODS, Caller
-from omni_proxy.admin_api.access.roles import ALL, reads_only, roles_for
+from omni_proxy.admin_api.access.browser_checks import Caller
+from omni_proxy.admin_api.access.roles import ALL, needs_key, reads_only, roles_for
 from omni_proxy.admin_ops.admin_route_table import control_route
-from omni_proxy.config.schema import AdminConfig, AdminKey, AdminRole, Config
+from omni_proxy.config.schema import AdminKey, AdminRole, Config
 from omni_proxy.config.validate import API_KEY_NAME
 from omni_proxy.dataplane.upstream.pool import ADMIN_HOST, METRICS_HOST
 from omni_proxy.routing.routes import (
@@ -28,25 +28,12 @@ from omni_proxy.routing.routes import (
 )
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.proxy_protocol import FIELD, peer_host
 
-OPEN_PATHS = frozenset(
-    (
-        "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate",
-        "/workers", "/list_workers", "/v1/models", "/server_info", "/get_server_info",
-        "/get_model_info", "/get_loads", "/openapi.json", "/dashboard",
-    )
-)  # fmt: skip
-OPEN_BELOW = ("/workers/", "/v1/models/")
 PICKS = ("/select", "/reservations/")  # called as often as model routes
 ON_BOTH = "/metrics"
-
-
-def needs_key(method: str, path: str, admin: AdminConfig) -> bool:
-    if method not in SAFE_METHODS:
-        return path not in MODEL_CLIENT_POSTS
-    if path == "/metrics":
-        return not admin.open_metrics
-    return path not in OPEN_PATHS and not path.startswith(OPEN_BELOW)
+PEER: Final = FIELD.decode()
+PROGRAM_CHARS: Final = 120
 
 
 class KeyHolder(NamedTuple):
@@ -64,6 +51,26 @@ def named_key() -> str:
     Keys of [[admin.keys]] must not be sent to workers."""
     holder: KeyHolder | None = g.get("key_holder")
     return holder.name if holder is not None and holder != API_KEY else ""
+
+
+def caller() -> str:
+    """The caller for logs and records: its program, its address, and the name of its key."""
+    agent = _program()
+    addresses = request.headers.getlist(PEER)
+    text = f"{agent} from {peer_host(addresses[-1])}".strip() if addresses else agent
+    return f"{key} ({text})" if (key := named_key()) else text
+
+
+def _program() -> str:
+    """`dashboard` for a page of this proxy, `browser` for other requests of a browser, else the
+    first product of the User-Agent (RFC 9110, 10.1.5); "" without one."""
+    agent = request.headers.get("User-Agent", "").split()
+    if not agent or not agent[0].startswith("Mozilla/"):
+        return agent[0][:PROGRAM_CHARS] if agent else ""
+    # Control routes refuse pages of other origins. Over plain HTTP to another machine a browser
+    # sends only Origin.
+    own_page = request.headers.get("Sec-Fetch-Site") == "same-origin" or "Origin" in request.headers
+    return "dashboard" if own_page else "browser"
 
 
 class KeyCheck:

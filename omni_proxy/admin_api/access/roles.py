@@ -1,7 +1,8 @@
-"""The roles of admin keys, and the table of the routes that each may call.
+"""What a route needs: no key, or an admin key with one of the roles in a table.
 
-Invariant: a route in no row needs the role `all`. A call of an engine's path through /v1/rl needs
-the same role as that path on the proxy.
+Invariants: a route that is not listed as open needs a key, and one in no row of the table needs the
+role `all`. A call of an engine's path through /v1/rl needs the same role as that path on the proxy.
+Must not know the current request.
 """
 
 from __future__ import annotations
@@ -10,7 +11,28 @@ import re
 from typing import Final, NamedTuple
 
 from omni_proxy.admin_ops.admin_route_table import Kind
-from omni_proxy.config.schema import AdminRole
+from omni_proxy.config.schema import AdminConfig, AdminRole
+
+SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
+OPEN_PATHS = frozenset(
+    (
+        "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate",
+        "/workers", "/list_workers", "/v1/models", "/server_info", "/get_server_info",
+        "/get_model_info", "/get_loads", "/openapi.json", "/dashboard",
+    )
+)  # fmt: skip
+OPEN_BELOW = ("/workers/", "/v1/models/")
+# Sent by model clients: served under any Host, and without the admin key.
+MODEL_CLIENT_POSTS: Final = frozenset(("/finish_session",))
+
+
+def needs_key(method: str, path: str, admin: AdminConfig) -> bool:
+    if method not in SAFE_METHODS:
+        return path not in MODEL_CLIENT_POSTS
+    if path == "/metrics":
+        return not admin.open_metrics
+    return path not in OPEN_PATHS and not path.startswith(OPEN_BELOW)
+
 
 ALL: Final[AdminRole] = "all"
 ANY_METHOD: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")

@@ -1,8 +1,10 @@
-"""Requests that a page of another origin makes a browser send, and how they are checked."""
+"""Requests that a page of another origin makes a browser send: how they are checked, and which
+control routes it may read."""
 
 import pytest
 
-from omni_proxy.admin_api.access.browser_checks import ANY_HOST, MODEL_CLIENT_POSTS, READING
+from omni_proxy.admin_api.access.browser_checks import ANY_HOST, READING
+from omni_proxy.admin_api.access.roles import MODEL_CLIENT_POSTS
 from omni_proxy.admin_api.routes.operations.weight_update_routes import CONFIGURED
 from omni_proxy.config.schema import AdminConfig, ServerConfig
 from omni_proxy.shared.origins import hostname_of, is_local_name, parse_origin
@@ -292,3 +294,51 @@ def test_a_name_that_only_looks_like_an_address_is_not_local(name):
 @pytest.mark.parametrize("text", ["null", "", "http://", "http://a:b", "http://[", "a:1"])
 def test_an_invalid_origin_is_parsed_as_an_empty_one(text):
     assert parse_origin(text) == ("", "", None)
+
+
+PAGE = {"Origin": "https://app.example"}
+ALLOW = "Access-Control-Allow-Origin"
+
+
+def preflight(method):
+    return {**PAGE, "Access-Control-Request-Method": method}
+
+
+@pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/workers", "/list_workers"])
+async def test_open_routes_may_be_read(api, path):
+    response = await api.client().get(path, headers=PAGE)
+    assert response.headers[ALLOW] == "*"
+    response_to_preflight = await api.client().options(path, headers=preflight("GET"))
+    assert (response_to_preflight.status_code, response_to_preflight.headers[ALLOW]) == (200, "*")
+    assert response_to_preflight.headers["Access-Control-Allow-Methods"] == "GET, HEAD"
+    assert ALLOW not in (await api.client().get(path)).headers
+
+
+@pytest.mark.parametrize("path", ["/config", "/status", "/metrics", "/weights", "/nowhere"])
+async def test_routes_that_can_need_a_key_may_not_be_read(api, path):
+    assert ALLOW not in (await api.client().get(path, headers=PAGE)).headers
+    assert ALLOW not in (await api.client().options(path, headers=preflight("GET"))).headers
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [("/workers", "POST"), ("/workers/x", "DELETE"), ("/reload", "POST"), ("/flush_cache", "GET")],
+)
+async def test_no_preflight_allows_a_change(api, path, method):
+    response_to_preflight = await api.client().options(path, headers=preflight(method))
+    assert not [
+        name
+        for name, _ in response_to_preflight.headers
+        if name.lower().startswith("access-control")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("origins", "allowed"),
+    [((), None), (("https://other.example",), None), (("https://app.example",), PAGE["Origin"])],
+)
+async def test_allowed_origins_come_from_the_configuration(origins, allowed):
+    api = build_api(entry(A), server=ServerConfig(cors_allow_origins=origins))
+    response = await api.client().get("/workers", headers=PAGE)
+    assert (response.status_code, response.headers.get(ALLOW)) == (200, allowed)
+    assert ("Origin" in response.vary) is bool(allowed)

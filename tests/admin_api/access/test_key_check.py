@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.admin_api.access.key_check import needs_key
+from omni_proxy.admin_api.access.roles import needs_key
 from omni_proxy.config.schema import AdminConfig, Config
 from tests.admin_api.api_fixture import A, build_api, entry
 

@@ -6,8 +6,7 @@ from typing import get_args
 
 import pytest
 
-from omni_proxy.admin_api.access.key_check import needs_key
-from omni_proxy.admin_api.access.roles import ANY_METHOD, ROLE_TABLE, roles_for
+from omni_proxy.admin_api.access.roles import ANY_METHOD, ROLE_TABLE, needs_key, roles_for
 from omni_proxy.admin_api.openapi_document import ENGINE_PATHS, TABLE
 from omni_proxy.admin_ops.admin_route_table import ROUTES, Kind
 from omni_proxy.api_keys.key_table import KeyTable

@@ -15,7 +15,7 @@ from typing import Final
 import trio
 from quart import Quart, Response
 
-from omni_proxy.admin_api.access.caller_name import caller
+from omni_proxy.admin_api.access.key_check import caller
 from omni_proxy.admin_api.forwarded_request import target_of, worker_headers
 from omni_proxy.admin_api.responses import body_bytes, json_response
 from omni_proxy.admin_api.services import DataPlaneView

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.access.caller_name import caller
+from omni_proxy.admin_api.access.key_check import caller
 from omni_proxy.admin_api.access.roles import ANY_METHOD
 from omni_proxy.admin_api.fleet_changes import lookup_worker
 from omni_proxy.admin_api.forwarded_request import target_of, worker_headers

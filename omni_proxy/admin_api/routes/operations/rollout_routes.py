@@ -12,7 +12,7 @@ from typing import Final
 import trio
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.access.caller_name import caller
+from omni_proxy.admin_api.access.key_check import caller
 from omni_proxy.admin_api.forwarded_request import forwarded_headers
 from omni_proxy.admin_api.responses import json_object, json_response, query_flag
 from omni_proxy.admin_api.routes.operations.weight_update_routes import shown

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.access.caller_name import caller
+from omni_proxy.admin_api.access.key_check import caller
 from omni_proxy.admin_api.forwarded_request import forwarded_headers, worker_headers
 from omni_proxy.admin_api.responses import body_bytes, json_object, json_response
 from omni_proxy.admin_api.routes.operations.weight_update_routes import refuse_no_object, shown

@@ -17,7 +17,7 @@ from quart import Quart, Response, request
 from werkzeug.exceptions import MethodNotAllowed, NotFound
 from werkzeug.routing import PathConverter, ValidationError
 
-from omni_proxy.admin_api.access.caller_name import caller
+from omni_proxy.admin_api.access.key_check import caller
 from omni_proxy.admin_api.forwarded_request import target_of, worker_headers
 from omni_proxy.admin_api.responses import body_bytes, json_response
 from omni_proxy.admin_api.selector_resolution import SelectorResolver

@@ -11,7 +11,7 @@ from math import isfinite
 
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.access.caller_name import caller
+from omni_proxy.admin_api.access.key_check import caller
 from omni_proxy.admin_api.fleet_changes import change_state, find_worker
 from omni_proxy.admin_api.responses import etag, json_object, json_response
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
