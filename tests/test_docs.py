@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_proxy.admin_api.routes.operations.weight_update_routes import CONFIGURED
+from omni_proxy.admin_api.routes.operations.weight_routes import CONFIGURED
 from omni_proxy.cli import COMMANDS
 from omni_proxy.cli.flags.engine_commands import ENGINES
 from omni_proxy.cli.flags.start_parsers import (

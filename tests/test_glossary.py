@@ -27,7 +27,7 @@ INFORMAL = {
 }  # fmt: skip
 OLD_NAMES = {
     "tests.admin_api.routes.test_status_routes": {"door"},
-    "tests.admin_api.routes.monitoring.test_metrics_routes": {"door"},
+    "tests.admin_api.routes.test_metrics_routes": {"door"},
     "tests.multiprocess.test_aggregate": {"introductions"},
     "tests.promises.http.test_forwarded": {"introductions"},
     "tests.telemetry.lint": {"door"},

@@ -19,34 +19,30 @@ from omni_proxy.admin_api.fleet_changes import FleetChanges
 from omni_proxy.admin_api.openapi_document import OpenApiRoutes
 from omni_proxy.admin_api.responses import add_json_errors
 from omni_proxy.admin_api.routes.config_routes import ConfigRoutes
+from omni_proxy.admin_api.routes.dashboard_routes import DashboardRoutes, FeedRoutes, HistoryRoutes
 from omni_proxy.admin_api.routes.explain_routes import ExplainRoutes
 from omni_proxy.admin_api.routes.health_routes import FleetHealthRoutes
 from omni_proxy.admin_api.routes.key_routes import KeyRoutes
+from omni_proxy.admin_api.routes.metrics_routes import MetricsRoutes
 from omni_proxy.admin_api.routes.models_routes import MergedModelRoutes
-from omni_proxy.admin_api.routes.monitoring.dashboard_routes import DashboardRoutes
-from omni_proxy.admin_api.routes.monitoring.feed_routes import FeedRoutes
-from omni_proxy.admin_api.routes.monitoring.history_routes import HistoryRoutes
-from omni_proxy.admin_api.routes.monitoring.metrics_routes import MetricsRoutes
 from omni_proxy.admin_api.routes.operations.abort_routes import FleetAbortRoutes
 from omni_proxy.admin_api.routes.operations.engine_routes import EngineRoutes
 from omni_proxy.admin_api.routes.operations.rl_routes import RlRoutes
 from omni_proxy.admin_api.routes.operations.rollout_routes import RolloutRoutes
-from omni_proxy.admin_api.routes.operations.weight_state_routes import (
+from omni_proxy.admin_api.routes.operations.weight_routes import (
+    BroadcastRoutes,
     WeightStateRoutes,
     WeightVersionRoutes,
 )
-from omni_proxy.admin_api.routes.operations.weight_update_routes import BroadcastRoutes
 from omni_proxy.admin_api.routes.picker_routes import PickerRoutes
 from omni_proxy.admin_api.routes.session_routes import SessionRoutes
+from omni_proxy.admin_api.routes.sglang_worker_routes import SglangWorkerRoutes
 from omni_proxy.admin_api.routes.status_routes import StatusRoutes
-from omni_proxy.admin_api.routes.workers.drain_routes import DrainRoutes
-from omni_proxy.admin_api.routes.workers.sglang_worker_routes import SglangWorkerRoutes
-from omni_proxy.admin_api.routes.workers.worker_routes import WorkerRoutes
+from omni_proxy.admin_api.routes.worker_routes import DrainRoutes, WorkerRoutes
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.serializers.feed_snapshot import Snapshots
-from omni_proxy.admin_api.serializers.operator_state import visible_operator_state
 from omni_proxy.admin_api.serializers.readiness import Readiness
-from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
+from omni_proxy.admin_api.serializers.worker_records import WorkerRecords, visible_operator_state
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_requests import WorkerNotes
 from omni_proxy.shared.asgi.url_rules import match_only

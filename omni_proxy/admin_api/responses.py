@@ -1,18 +1,22 @@
-"""JSON requests and responses: the only module that reads bodies and makes responses.
+"""JSON requests and responses: the only module that reads bodies and makes responses; and bodies
+that are sent for a long time, with the bound on their number.
 
-Invariant: every response of the admin API is JSON, errors of Quart and Werkzeug included, except a
-few texts of an older dialect and the redirect of a browser from / to the dashboard; keys keep their
-order. A 404 suggests the closest served path; only paths of bounded length are compared, so that a
-flood of unknown paths is cheap.
+Invariant: every response of the admin API is JSON, errors of Quart and Werkzeug included, except
+streams, metrics, a few texts of an older dialect and the redirect of a browser from / to the
+dashboard; keys keep their order. A 404 suggests the closest served path; only paths of bounded
+length are compared, so that a flood of unknown paths is cheap.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from typing import Final
+from abc import abstractmethod
+from types import TracebackType
+from typing import Final, Self
 
 from quart import Quart, Response, g, has_request_context, request
+from quart.wrappers.response import ResponseBody
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from omni_proxy.admin_ops.admin_route_table import paths
@@ -55,6 +59,52 @@ def _warned(response: Response, warning: str) -> Response:
     if warning:
         response.headers[WARNING_FIELD] = warning.encode("ascii", "backslashreplace").decode()
     return response
+
+
+RETRY = b"retry: 2000\n"  # ms until a disconnected browser reconnects
+
+
+class ReaderLimit:
+    """Counts the readers and bounds their number."""
+
+    def __init__(self, limit: int, code: str) -> None:
+        self.count = 0
+        self._limit = limit
+        self._code = code
+
+    def check_limit(self) -> None:
+        if self.count >= self._limit:
+            message = f"{self.count} readers are served already"
+            refusal = HttpError(503, message, self._code)
+            raise refusal.with_headers(("retry-after", "2"))
+
+
+class Body(ResponseBody):
+    """A body that counts as a reader while it is sent.
+
+    Not a generator: an abandoned generator is closed at an undefined time.
+    """
+
+    def __init__(self, readers: ReaderLimit) -> None:
+        self._readers = readers
+
+    async def __aenter__(self) -> Self:
+        self._readers.count += 1
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._readers.count -= 1
+
+    def __aiter__(self) -> Self:
+        return self
+
+    @abstractmethod
+    async def __anext__(self) -> bytes: ...
 
 
 async def body_bytes() -> bytes:

@@ -5,7 +5,7 @@ import pytest
 from omni_proxy import __version__
 from omni_proxy.admin_api.access.roles import needs_key
 from omni_proxy.admin_api.openapi_document import TABLE, description
-from omni_proxy.admin_api.routes.operations.weight_update_routes import CONFIGURED
+from omni_proxy.admin_api.routes.operations.weight_routes import CONFIGURED
 from omni_proxy.config.schema import AdminConfig
 from tests.admin_api.api_fixture import A, B, build_api, entry
 

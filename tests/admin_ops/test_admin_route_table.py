@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from omni_proxy.admin_api.routes.operations.weight_update_routes import CONFIGURED
+from omni_proxy.admin_api.routes.operations.weight_routes import CONFIGURED
 from omni_proxy.admin_ops.admin_route_table import (
     Kind,
     check_routes,

@@ -16,7 +16,6 @@ import trio
 from omni_proxy import __version__
 from omni_proxy.admin_api.serializers.discovery_report import discovery_rows
 from omni_proxy.admin_api.serializers.key_records import key_records, key_refusals
-from omni_proxy.admin_api.serializers.operator_state import operator_state
 from omni_proxy.admin_api.serializers.readiness import Readiness
 from omni_proxy.admin_api.serializers.slow_workers import slow_workers
 from omni_proxy.admin_api.serializers.weight_status import pause_record, weight_status
@@ -24,6 +23,7 @@ from omni_proxy.admin_api.serializers.worker_records import (
     Why,
     disabled_by_record,
     engine_load_record,
+    operator_state,
     reasons,
 )
 from omni_proxy.admin_api.services import Services

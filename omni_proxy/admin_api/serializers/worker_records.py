@@ -1,7 +1,8 @@
 """The JSON records of workers: the keys of the API and those of sgl-model-gateway.
 
 `worker_record` has the fleet's data; `WorkerRecords` adds why a worker is out of rotation, its
-pause, its drain and its note. Must not change anything.
+pause, its drain, its note, and who paused or disabled it. Must not change anything. Invariant:
+without the admin key a client gets no names of callers.
 
 Contract of `why`: None exactly while the worker is routable; otherwise one sentence about the cause
 that an operator has to fix first, with the command that does so if there is one.
@@ -10,9 +11,12 @@ that an operator has to fix first, with the command that does so if there is one
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from msgspec.structs import replace
+from quart import has_request_context
 
 from omni_proxy.admin_api.serializers.discovery_report import discovered_record
-from omni_proxy.admin_api.serializers.operator_state import OperatorState
 from omni_proxy.admin_api.serializers.readiness import HOW_TO_CONTINUE
 from omni_proxy.admin_api.serializers.weight_status import pause_record
 from omni_proxy.admin_api.services import DataPlaneView, WorkerServices
@@ -22,12 +26,39 @@ from omni_proxy.fleet.cordon_reasons import LAUNCH_CORDON, PAUSED, UNCERTAIN
 from omni_proxy.fleet.engine_load import EngineLoads
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker, capability_names, shown_adapters
+from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
+from omni_proxy.weight_sync.state_journal import StateJournal
 
 RESOLVE = "`omni-proxy weights resolve` brings it back once its weights are verified"
 Why = Callable[[Worker], str | None]
 UNUSED_CACHE_TOKENS = 4096  # predicted tokens after which a report of 0 gets a note
+
+
+class OperatorState(NamedTuple):
+    """By worker URL. `uncertain`: why the worker's weights are not known."""
+
+    uncertain: Mapping[str, str]
+    pauses: Mapping[str, PauseRecord]
+    disabled_by: Mapping[str, DisabledBy]
+
+
+def operator_state(journal: StateJournal, config_store: ConfigStore) -> OperatorState:
+    return OperatorState(journal.uncertain, journal.pauses(), config_store.state.disabled_by)
+
+
+def visible_operator_state(
+    journal: StateJournal, config_store: ConfigStore, presents_key: Callable[[], bool]
+) -> OperatorState:
+    """With the names of callers only if the current request may see them."""
+    state = operator_state(journal, config_store)
+    if not (state.pauses or state.disabled_by) or (has_request_context() and presents_key()):
+        return state
+    return state._replace(
+        pauses={url: replace(pause, by="") for url, pause in state.pauses.items()},
+        disabled_by={url: DisabledBy(at=record.at) for url, record in state.disabled_by.items()},
+    )
 
 
 def reasons(workers: WorkerServices, state: OperatorState) -> Why:

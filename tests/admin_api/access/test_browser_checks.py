@@ -5,7 +5,7 @@ import pytest
 
 from omni_proxy.admin_api.access.browser_checks import ANY_HOST, READING
 from omni_proxy.admin_api.access.roles import MODEL_CLIENT_POSTS
-from omni_proxy.admin_api.routes.operations.weight_update_routes import CONFIGURED
+from omni_proxy.admin_api.routes.operations.weight_routes import CONFIGURED
 from omni_proxy.config.schema import AdminConfig, ServerConfig
 from omni_proxy.shared.origins import hostname_of, is_local_name, parse_origin
 from tests.admin_api.api_fixture import A, build_api, entry

@@ -2,7 +2,7 @@
 
 import re
 
-from omni_proxy.admin_api.routes.monitoring.dashboard_routes import (
+from omni_proxy.admin_api.routes.dashboard_routes import (
     SCRIPTS,
     STYLES,
     dashboard_page,

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import trio
 
-from omni_proxy.admin_api.routes.operations.weight_update_routes import CONFIGURED
+from omni_proxy.admin_api.routes.operations.weight_routes import CONFIGURED
 from omni_proxy.admin_ops.results import MAX_ANSWER_VALUES
 from omni_proxy.wire.bounded_json import MAX_VALUES
 from tests.admin_api.api_fixture import A, build_api, entry

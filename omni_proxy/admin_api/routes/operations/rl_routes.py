@@ -16,7 +16,7 @@ from omni_proxy.admin_api.access.roles import ANY_METHOD
 from omni_proxy.admin_api.fleet_changes import lookup_worker
 from omni_proxy.admin_api.forwarded_request import target_of, worker_headers
 from omni_proxy.admin_api.responses import body_bytes, json_response
-from omni_proxy.admin_api.routes.operations.weight_update_routes import refuse_no_object, shown
+from omni_proxy.admin_api.routes.operations.weight_routes import refuse_no_object, shown
 from omni_proxy.admin_api.selector_resolution import Facts, SelectorResolver
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_ops.admin_route_table import BY_PATH, AdminRoute, Kind

@@ -14,11 +14,17 @@ from quart import Quart, Response, request
 
 from omni_proxy.admin_api.access.key_check import caller
 from omni_proxy.admin_api.forwarded_request import forwarded_headers
-from omni_proxy.admin_api.responses import json_object, json_response, query_flag
-from omni_proxy.admin_api.routes.operations.weight_update_routes import shown
+from omni_proxy.admin_api.responses import (
+    RETRY,
+    Body,
+    ReaderLimit,
+    json_object,
+    json_response,
+    query_flag,
+)
+from omni_proxy.admin_api.routes.operations.weight_routes import shown
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.services import DataPlaneView
-from omni_proxy.admin_api.streamed_body import RETRY, Body, ReaderLimit
 from omni_proxy.admin_ops.admin_route_table import ROLLOUT
 from omni_proxy.upstream_http.credentials import credentials_of
 from omni_proxy.weight_sync.rollout.progress import RolloutProgress

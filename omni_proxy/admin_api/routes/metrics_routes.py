@@ -18,6 +18,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.registry import Collector
 from quart import Quart, Response, request
 
+from omni_proxy.admin_api.responses import Body, ReaderLimit
 from omni_proxy.admin_api.serializers.metrics_text import (
     CONTENT_TYPE,
     OPENMETRICS_TYPE,
@@ -26,7 +27,6 @@ from omni_proxy.admin_api.serializers.metrics_text import (
 )
 from omni_proxy.admin_api.serializers.readiness import Readiness
 from omni_proxy.admin_api.services import Services
-from omni_proxy.admin_api.streamed_body import Body, ReaderLimit
 from omni_proxy.telemetry.prometheus import fleet_families, request_families
 
 SCRAPES: Final = 16

@@ -2,7 +2,7 @@
 
 import pytest
 
-from omni_proxy.admin_api.serializers.model_cards import with_own_cards
+from omni_proxy.admin_api.routes.models_routes import with_own_cards
 from omni_proxy.config.parse import parse
 from omni_proxy.routing.model_aliases import ModelAliases
 from tests.fleet.entries import entry, fleet_of

@@ -1,16 +1,147 @@
 import json
+import re
 import time
 from contextlib import asynccontextmanager
+from html.parser import HTMLParser
 
 import pytest
 import trio
 from msgspec import structs
 
-from omni_proxy.admin_api.routes.monitoring import feed_routes
-from omni_proxy.admin_api.serializers.operator_state import operator_state
-from omni_proxy.admin_api.serializers.worker_records import reasons
+from omni_proxy.admin_api.routes import dashboard_routes
+from omni_proxy.admin_api.routes.dashboard_routes import (
+    content_security_policy,
+    dashboard_page,
+)
+from omni_proxy.admin_api.serializers.worker_records import operator_state, reasons
+from omni_proxy.telemetry.history import POINTS, SERIES
 from tests.admin_api.api_fixture import NOW, SCOPE, A, B, build_api, entry
 from tests.telemetry.ends import ended
+
+PAGE = dashboard_page()
+
+
+class Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+
+
+@pytest.fixture
+def tags():
+    parser = Tags()
+    parser.feed(PAGE)
+    return parser.found
+
+
+def rules(response):
+    policy = response.headers["Content-Security-Policy"]
+    return dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+
+
+async def test_the_page_is_served_whole(api):
+    response = await api.client().get("/dashboard")
+    assert response.status_code == 200
+    assert response.content_type == "text/html; charset=utf-8"
+    assert await response.get_data(as_text=True) == PAGE
+
+
+async def test_the_page_needs_no_key_and_contains_no_data():
+    api = build_api(entry(A, model="secret-model"), key="hunter2")
+    response = await api.client().get("/dashboard")
+    assert (response.status_code, await response.get_data(as_text=True)) == (200, PAGE)
+
+
+async def test_the_csp_allows_inline_code_and_this_api_only(api):
+    policy = rules(await api.client().get("/dashboard"))
+    assert policy["default-src"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    for kind in ("script-src", "style-src"):
+        assert re.fullmatch(r"'sha256-[A-Za-z0-9+/]{43}='", policy[kind])
+    assert "unsafe" not in str(policy)
+    assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
+    assert policy["require-trusted-types-for"] == "'script'"
+
+
+def test_another_script_has_another_hash():
+    first, second = (
+        content_security_policy(f"<style>a</style><script>{text}</script>") for text in ("1", "2")
+    )
+    assert first != second
+
+
+async def test_the_page_forbids_framing_sniffing_and_caching(api):
+    headers = (await api.client().get("/dashboard")).headers
+    assert headers["X-Frame-Options"] == "DENY"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Referrer-Policy"] == "no-referrer"
+    assert headers["Cache-Control"] == "no-cache"
+
+
+async def test_an_unchanged_page_is_not_sent_again(api):
+    client = api.client()
+    tag = (await client.get("/dashboard")).headers["ETag"]
+    again = await client.get("/dashboard", headers={"If-None-Match": tag})
+    assert (again.status_code, await again.get_data()) == (304, b"")
+    assert (await client.get("/dashboard", headers={"If-None-Match": '"x"'})).status_code == 200
+
+
+def test_the_page_has_no_url_of_another_host():
+    namespaces = {"http://www.w3.org/2000/svg"}
+    examples = {"http://10.0.0.7:8000", "http://${typed}"}  # a placeholder, and the user's input
+    urls = set(re.findall(r"https?://[^\s\"'`)<>]+", PAGE))
+    assert urls - namespaces - examples <= {"https?:"}
+    assert "@import" not in PAGE
+    assert "url(" not in PAGE
+
+
+def test_the_page_loads_nothing_from_elsewhere(tags):
+    for tag, attributes in tags:
+        assert not {"src", "srcset", "action", "ping"} & attributes.keys(), tag
+        target = attributes.get("href", "#")
+        assert target.startswith(("#", "data:")), target
+
+
+def test_the_page_has_no_inline_styles_or_event_handlers(tags):
+    for tag, attributes in tags:
+        assert "style" not in attributes, tag
+        assert not [name for name in attributes if name.startswith("on")], tag
+    assert len([tag for tag, _ in tags if tag in ("script", "style")]) == 2
+
+
+def test_no_script_writes_markup():
+    sinks = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(")
+    assert [sink for sink in sinks if sink in PAGE] == []
+
+
+def test_the_key_is_stored_for_this_tab_only():
+    assert "sessionStorage" in PAGE
+    assert [name for name in ("localStorage", "document.cookie", "indexedDB") if name in PAGE] == []
+
+
+def test_every_input_field_has_a_label(tags):
+    labelled = set(re.findall(r'<label[^>]*>(?:(?!</label>).)*?id="([\w-]+)"', PAGE))
+    for tag, attributes in tags:
+        if tag in ("input", "select", "textarea") and attributes["id"] not in labelled:
+            assert attributes.get("aria-label"), attributes
+
+
+@pytest.mark.parametrize(
+    ("accept", "status"),
+    [("text/html,application/xhtml+xml,*/*;q=0.8", 302), ("*/*", 404), ("application/json", 404)],
+)
+async def test_the_root_redirects_a_browser_to_the_dashboard_and_is_a_404_to_programs(
+    api, accept, status
+):
+    response = await api.client().get("/", headers={"Accept": accept})
+    assert response.status_code == status
+    if status == 302:
+        assert response.headers["Location"].endswith("dashboard")
+    else:
+        assert (await response.get_json())["error"]["code"] == "not_found"
 
 
 async def snapshot(api):
@@ -185,7 +316,7 @@ async def test_a_reader_gets_the_whole_history_once_then_only_new_points(api):
 
 
 async def test_a_reader_that_disconnects_frees_its_place(monkeypatch):
-    monkeypatch.setattr(feed_routes, "READERS", 1)
+    monkeypatch.setattr(dashboard_routes, "READERS", 1)
     api = build_api(entry(A))
     for _ in range(2):
         async with reading(api) as reader:
@@ -233,3 +364,65 @@ def test_one_sentence_explains_why_a_worker_gets_no_requests(api):
     api.fleet.mark_dead(worker, NOW, declared=True)
     assert why(api) == "dead: declared so by an operator"
     assert why(api, B).startswith("waiting")
+
+
+def record_history(api):
+    now = time.time()
+    worker = api.worker(A)
+    for second in range(-200, 0):
+        api.instruments.history_sampler.step(now + second)
+        api.instruments.end_second(now + second)
+        api.instruments.metrics.record(ended(worker), worker)
+
+
+async def history(api, query=""):
+    response = await api.client().get(f"/history{query}")
+    assert response.status_code == 200
+    return await response.get_json()
+
+
+async def test_the_default_is_the_whole_fleet_for_15_minutes(api):
+    record_history(api)
+    body = await history(api)
+    assert (body["secs"], body["step_secs"], body["metrics"]) == (900, 5, True)
+    assert list(body["series"]) == list(SERIES)
+    assert {len(values) for values in body["series"].values()} == {POINTS}
+    assert max(filter(None, body["series"]["requests_per_sec"])) == pytest.approx(1)
+    assert body["from"] + POINTS * 5 == pytest.approx(time.time(), abs=6)
+
+
+async def test_a_worker_series_and_a_longer_range_can_be_selected(api):
+    record_history(api)
+    body = await history(api, f"?secs=21600&series=first_p50_ms,in_flight&worker={B}")
+    assert (body["step_secs"], body["worker"]) == (120, B)
+    assert list(body["series"]) == ["first_p50_ms", "in_flight"]
+    assert set(body["series"]["first_p50_ms"]) == {None}
+    body = await history(api, f"?secs=21600&series=first_p50_ms&worker={A}")
+    assert any(body["series"]["first_p50_ms"])
+
+
+async def test_by_worker_each_worker_has_its_own_series(api):
+    record_history(api)
+    a, b = (await history(api, "?by=worker&series=first_p50_ms"))["workers"]
+    assert (a["url"], b["url"]) == (A, B)
+    assert any(a["series"]["first_p50_ms"])
+    assert not any(b["series"]["first_p50_ms"])
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "text"),
+    [
+        ("secs=901", 400, "900, 3600, 21600"),
+        ("series=first", 400, "first_p50_ms"),
+        ("by=model", 400, "by must be worker"),
+        ("worker=http://c:1", 404, "not found"),
+    ],
+)
+async def test_an_invalid_query_is_refused_with_the_reason(api, query, status, text):
+    response = await api.client().get(f"/history?{query}")
+    assert response.status_code == status
+    assert text in (await response.get_json())["error"]["message"]
+
+
+async def test_the_history_needs_the_key():
+    assert (await build_api(entry(A), key="k").client().get("/history")).status_code == 401

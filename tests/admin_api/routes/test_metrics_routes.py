@@ -12,7 +12,7 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from omni_proxy.admin_api.routes.monitoring import metrics_routes
+from omni_proxy.admin_api.routes import metrics_routes
 from omni_proxy.admin_api.serializers.metrics_text import OPENMETRICS_TYPE, prefers_openmetrics
 from omni_proxy.config.schema import AdminConfig, RoutingConfig
 from omni_proxy.dataplane.exchange.request_trace import RequestTrace
@@ -25,7 +25,7 @@ from tests.routing.policies.chats import chat
 from tests.telemetry.ends import ended, refused
 from tests.telemetry.lint import names, problems
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 GRAFANA = json.loads((ROOT / "contrib/grafana/omni-proxy.json").read_text())
 ALERTS = (ROOT / "contrib/prometheus/alerts.yml").read_text()
 OPERATIONS = (ROOT / "docs/operations.md").read_text()

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from omni_proxy.admin_api.routes.operations.weight_update_routes import NO_TENSORS
+from omni_proxy.admin_api.routes.operations.weight_routes import NO_TENSORS
 from omni_proxy.admin_ops.admin_route_table import ROUTES
 from omni_proxy.config.schema import WeightSyncConfig
 from tests.admin_api.api_fixture import A, B, build_api, entry

@@ -1,9 +1,12 @@
-"""Weight updates, pauses, adapters and other routes of `admin_route_table`: each sends one request
-to every worker that is not dead (note:omni-router 11).
+"""Weight routes: updates, pauses, adapters and other routes of `admin_route_table`, each sent to
+every worker that is not dead (note:omni-router 11); the state, stored versions, resolve and
+rollback.
 
-Invariant: nothing is sent before the whole request is validated; workers get the client's bytes
-(except for `with_defaults`), or the same call in the dialect of their engine. Every response, also
-one to a missing key, has `success`, `message` and `status` at its top level.
+Invariants: nothing is sent before the whole request is validated; workers get the client's bytes
+(except for `with_defaults`), or the same call in the dialect of their engine. Every response of a
+route of the table, also one to a missing key, has `success`, `message` and `status` at its top
+level. An unverified worker returns only if an operator confirms its weights. GET /weights and
+/weights/versions wait for nothing and change nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +21,16 @@ from werkzeug.exceptions import MethodNotAllowed, NotFound
 from werkzeug.routing import PathConverter, ValidationError
 
 from omni_proxy.admin_api.access.key_check import caller
-from omni_proxy.admin_api.forwarded_request import target_of, worker_headers
-from omni_proxy.admin_api.responses import body_bytes, json_response
+from omni_proxy.admin_api.forwarded_request import forwarded_headers, target_of, worker_headers
+from omni_proxy.admin_api.responses import body_bytes, json_object, json_response
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
+from omni_proxy.admin_api.serializers.weight_status import weight_status
 from omni_proxy.admin_ops import results
 from omni_proxy.admin_ops.admin_route_table import (
+    ABORT_SYNC,
     READ_METHODS,
+    RESOLVES,
+    ROLLBACK,
     ROUTES,
     TOPPED,
     AdminRoute,
@@ -35,7 +42,7 @@ from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.weight_sync.weight_operations import WeightOperations
 from omni_proxy.weight_sync.worker_calls import AdminCall
-from omni_proxy.wire.errors import bad_request
+from omni_proxy.wire.errors import HttpError, bad_request
 
 NO_TENSORS = {
     "error": {
@@ -193,3 +200,60 @@ def refuse_lengths(value: dict[str, object]) -> None:
         raise bad_request(
             "names, dtypes and shapes must be lists of the same length, and not empty"
         )
+
+
+class WeightStateRoutes:
+    def __init__(self, weight_operations: WeightOperations) -> None:
+        self._weight_operations = weight_operations
+
+    def mount(self, app: Quart) -> None:
+        app.add_url_rule("/weights", "weights", self.show)
+        for path in RESOLVES:
+            name = path[1:].replace("/", "_")
+            app.add_url_rule(path, name, self.resolve, methods=["POST"])
+        app.add_url_rule(ABORT_SYNC, "abort_sync", self.abort_sync, methods=["POST"])
+
+    async def show(self) -> Response:
+        return json_response(weight_status(self._weight_operations))
+
+    async def abort_sync(self) -> Response:
+        return shown(await self._weight_operations.sync.abort(caller()))
+
+    async def resolve(self) -> Response:
+        body = await json_object()
+        if body.get("acknowledge") is not True:
+            message = (
+                "uncertain workers may have old, new or mixed weights: verify them, then send "
+                '{"acknowledge": true}'
+            )
+            raise HttpError(422, message, "not_acknowledged", detail=message)
+        headers = {"content-type": "application/json", **forwarded_headers(request.headers)}
+        return shown(await self._weight_operations.resolve(headers, caller()))
+
+
+class WeightVersionRoutes:
+    def __init__(self, weight_operations: WeightOperations) -> None:
+        self._weight_operations = weight_operations
+
+    def mount(self, app: Quart) -> None:
+        app.add_url_rule("/weights/versions", "weight_versions", self.all)
+        app.add_url_rule(ROLLBACK.path, "weights_rollback", self.roll_back, methods=["POST"])
+
+    async def all(self) -> Response:
+        """The newest first."""
+        holding = self._weight_operations.version_service
+        current = holding.store_service.current
+        versions = holding.store_service.versions()
+        number = current.number if current is not None else None
+        records = [version.to_dict(current=version.number == number) for version in versions]
+        return json_response({**holding.status(), "current": number, "versions": records})
+
+    async def roll_back(self) -> Response:
+        """`{"version": number or label}`, by default the one before the current."""
+        body = await body_bytes()
+        await refuse_no_object(ROLLBACK, body)
+        headers = worker_headers(body)
+        call = AdminCall(ROLLBACK, "POST", ROLLBACK.path, body, headers, None, caller())
+        # Checked before the operation is queued, so that a missing version fails immediately.
+        await self._weight_operations.rollback_source.find_version(call)
+        return shown(await self._weight_operations.submit(call))

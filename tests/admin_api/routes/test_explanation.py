@@ -1,4 +1,4 @@
-from omni_proxy.admin_api.serializers.explanation import explanation_record
+from omni_proxy.admin_api.routes.explain_routes import explanation_record
 from omni_proxy.fleet.worker import CAPABILITY_BITS
 from omni_proxy.routing.disaggregation.explanation import explain_placement
 from omni_proxy.routing.inspect.requirements import Requirements

@@ -1,1 +1,0 @@
-"""Routes that dashboards, charts and scrapers of metrics read."""

@@ -1,1 +1,0 @@
-"""Routes that list, add, change, drain and remove workers."""
