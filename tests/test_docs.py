@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from omni_proxy.admin_api.routes.operations.weight_routes import CONFIGURED
-from omni_proxy.cli import COMMANDS
+from omni_proxy.cli import COMMANDS, logs, simulate
 from omni_proxy.cli.flags.engine_commands import ENGINES
 from omni_proxy.cli.flags.start_parsers import (
     check_parser,
@@ -22,7 +22,6 @@ from omni_proxy.cli.flags.start_parsers import (
     router_parser,
     serve_parser,
 )
-from omni_proxy.cli.simulate import arguments as simulate
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import (
@@ -178,7 +177,6 @@ def assert_accepted(words):
             | "workers"
             | "explain"
             | "logs"
-            | "trace"
             | "weights"
             | "completion"
             | "init"
@@ -188,8 +186,9 @@ def assert_accepted(words):
             *rest,
         ]:
             importlib.import_module(COMMANDS[words[0]]).parser().parse_args(rest)
-        case ["simulate", *rest]:
-            simulate.parser().parse_args(rest)
+        case ["simulate" | "trace" as command, *rest]:
+            parser_of = {"simulate": simulate.parser, "trace": logs.trace_parser}
+            parser_of[command]().parse_args(rest)
         case ["launch", *rest]:
             launch_parser(tuple(ENGINES)).parse_known_args(rest)
         case ["launch-router" | "picker" as command, *rest]:

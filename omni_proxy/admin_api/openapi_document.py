@@ -29,7 +29,7 @@ from omni_proxy.admin_ops.admin_route_table import (
     TRANSFER,
     AdminRoute,
 )
-from omni_proxy.admin_ops.engine_paths import (
+from omni_proxy.admin_ops.engine_dialects import (
     FROM_DISTRIBUTED,
     FROM_TENSOR,
     INIT,

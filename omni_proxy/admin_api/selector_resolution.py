@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import trio
 
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
-from omni_proxy.admin_ops.engine_paths import SERVER_INFO
+from omni_proxy.admin_ops.engine_dialects import SERVER_INFO
 from omni_proxy.admin_ops.selector import Selector, SelectorError, parse_selector
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet

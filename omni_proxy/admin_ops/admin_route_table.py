@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-from omni_proxy.admin_ops.engine_dialects import EngineCall
-from omni_proxy.admin_ops.engine_paths import (
+from omni_proxy.admin_ops.engine_dialects import (
     ABORT_REQUEST,
     ABORT_REQUESTS,
     BEGIN,
@@ -58,6 +57,7 @@ from omni_proxy.admin_ops.engine_paths import (
     WEIGHTS_BY_NAME,
     WEIGHTS_CHECKER,
     WORLD_SIZE,
+    EngineCall,
 )
 from omni_proxy.config.problem import ConfigError, Problem
 from omni_proxy.config.schema import Config

@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Final
 
 from omni_proxy.admin_ops.admin_route_table import AdminRoute, Kind
-from omni_proxy.admin_ops.engine_paths import INIT
+from omni_proxy.admin_ops.engine_dialects import INIT
 from omni_proxy.admin_ops.results import WorkerResult
 
 

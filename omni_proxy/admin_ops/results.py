@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
-from omni_proxy.admin_ops.engine_paths import (
+from omni_proxy.admin_ops.engine_dialects import (
     IS_PAUSED,
     IS_SLEEPING,
     MODEL_INFO,

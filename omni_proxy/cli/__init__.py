@@ -18,22 +18,22 @@ EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT
 # Command name to module, and the function if it is not `main`.
 COMMANDS: Final = {
     "bench": "omni_proxy.cli.bench.command",
-    "check": "omni_proxy.cli.check",
-    "completion": "omni_proxy.cli.completion.command",
+    "check": "omni_proxy.cli.config_file.check",
+    "completion": "omni_proxy.cli.completion",
     "explain": "omni_proxy.cli.explain",
     "init": "omni_proxy.cli.config_file.init",
     "keys": "omni_proxy.cli.keys",
     "launch": "omni_proxy.cli.launch",
     "launch-router": "omni_proxy.cli.launch:main_router",
-    "logs": "omni_proxy.cli.logs.command",
-    "picker": "omni_proxy.cli.picker",
+    "logs": "omni_proxy.cli.logs",
+    "picker": "omni_proxy.cli.serve:main_picker",
     "replica": "omni_proxy.replica.replica_command",
     "schema": "omni_proxy.cli.config_file.schema",
     "serve": "omni_proxy.cli.serve",
-    "simulate": "omni_proxy.cli.simulate.command",
+    "simulate": "omni_proxy.cli.simulate",
     "status": "omni_proxy.cli.status",
     "top": "omni_proxy.cli.top.command",
-    "trace": "omni_proxy.cli.logs.trace",
+    "trace": "omni_proxy.cli.logs:main_trace",
     "upgrade": "omni_proxy.cli.upgrade",
     "weights": "omni_proxy.cli.weights.command",
     "workers": "omni_proxy.cli.workers",
@@ -42,7 +42,7 @@ COMMANDS: Final = {
 STREAMS: Final = {"stdin": "r", "stdout": "w", "stderr": "w"}  # in the order of their descriptors
 # Internal commands: started by the program itself and by completion scripts.
 INNER: Final = {
-    "__complete": "omni_proxy.cli.completion.worker_names",
+    "__complete": "omni_proxy.cli.completion:main_worker_names",
     "data-plane-process": "omni_proxy.multiprocess.dataplane_process",
     "kv-events-process": "omni_proxy.kv_events.subscriber_process",
     "receiver-process": "omni_proxy.process_group.fork.receiver_process",

@@ -1,9 +1,14 @@
-"""`omni-proxy [serve]`: runs the server with the settings of the command line; `launch-router`
-does so with the defaults of sglang-router.
+"""`omni-proxy [serve]`: runs the server with the settings of the command line; `launch-router` does
+so with the defaults of sglang-router.
+
+`omni-proxy picker` runs its policies without a relay, for Envoy and callers of POST /select: the
+same program with one data-plane process, whose listener has control routes only. Exit status 2:
+nothing ran.
 
 This module does not read FILE; the server does, with the code that reloads it.
 """
 
+import importlib.util
 import os
 import signal
 import sys
@@ -14,7 +19,12 @@ from dataclasses import replace
 from typing import Final
 
 from omni_proxy.cli.flags.other_router_flags import overrides, warnings
-from omni_proxy.cli.flags.start_parsers import router_parser, serve_parser, short_help
+from omni_proxy.cli.flags.start_parsers import (
+    picker_parser,
+    router_parser,
+    serve_parser,
+    short_help,
+)
 from omni_proxy.cli.frozen_binary import lead_process_group
 from omni_proxy.config.configuration_flags import Dialect, Startup, parse_worker_urls, ranks_in_urls
 from omni_proxy.config.fields import RetryCause
@@ -148,3 +158,35 @@ def routed(
         return startup
     defaults = DEFAULTS | VLLM_DEFAULTS if dialect == "vllm" else DEFAULTS
     return replace(startup, overrides=defaults | startup.overrides, dialect=dialect)
+
+
+NEEDED: Final = ("grpc", "google.protobuf")
+MISSING: Final = (
+    "omni-proxy picker: Envoy's protocol needs packages that are not installed: "
+    "pip install 'omni-proxy[picker]'"
+)
+
+
+def main_picker(argv: Sequence[str]) -> int:
+    parser = picker_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.config is None and not (arguments.worker_urls or arguments.service_discovery):
+        parser.error("name a file with --config FILE, or workers with --worker-urls URL ...")
+    if not all(map(_is_installed, NEEDED)):
+        print(MISSING, file=sys.stderr)
+        return 2
+    try:
+        startup = startup_of(arguments, os.environ.get("SGLANG_OMNI_ADMIN_KEY", ""))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    # A single process: there are no counts of other processes to agree with.
+    overrides = {**startup.overrides, "server.processes": 1}
+    return start(replace(startup, overrides=overrides, picker=True))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # its parent package is missing
+        return False

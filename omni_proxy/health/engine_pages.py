@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 import trio
 
-from omni_proxy.admin_ops.engine_paths import SERVER_INFO_PATHS
+from omni_proxy.admin_ops.engine_dialects import SERVER_INFO_PATHS
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker

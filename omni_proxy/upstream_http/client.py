@@ -26,7 +26,7 @@ import httpx
 import trio
 
 from omni_proxy import __version__
-from omni_proxy.admin_ops.engine_paths import FLUSH_CACHE, RESET_PREFIX_CACHE
+from omni_proxy.admin_ops.engine_dialects import FLUSH_CACHE, RESET_PREFIX_CACHE
 from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.system.tls_contexts import client_context

@@ -16,7 +16,7 @@ from uuid import uuid4
 import trio
 
 from omni_proxy.admin_ops.admin_route_table import CONTINUE, ROLLBACK, AdminRoute, Kind, variant_of
-from omni_proxy.admin_ops.engine_paths import (
+from omni_proxy.admin_ops.engine_dialects import (
     INIT,
     IS_PAUSED,
     IS_SLEEPING,

@@ -16,8 +16,13 @@ from typing import Final
 import trio
 
 from omni_proxy.admin_ops.admin_route_table import CONTINUE, AdminRoute
-from omni_proxy.admin_ops.engine_dialects import CHECKSUM, EngineCall, translate
-from omni_proxy.admin_ops.engine_paths import MODEL_INFO_PATHS, WEIGHTS_CHECKER
+from omni_proxy.admin_ops.engine_dialects import (
+    CHECKSUM,
+    MODEL_INFO_PATHS,
+    WEIGHTS_CHECKER,
+    EngineCall,
+    translate,
+)
 from omni_proxy.admin_ops.results import WorkerResult, parsed, version_of
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import JSON_TYPE, ROUTE_ABSENT, Call, call_worker, flush_cache

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from omni_proxy.admin_ops.admin_route_table import BY_PATH, ROUTES, Kind
-from omni_proxy.admin_ops.engine_paths import INIT
+from omni_proxy.admin_ops.engine_dialects import INIT
 from omni_proxy.admin_ops.operation import Operation, Step, WorkerOutcome, worker_dispositions
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.weight_sync.operations.operation_records import operation_record, worker_rows

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.cli import main
-from omni_proxy.cli.logs.command import BLOCK_BYTES, Tail, pretty_line, raw_line
+from omni_proxy.cli.logs import BLOCK_BYTES, Tail, pretty_line, raw_line
 from omni_proxy.dataplane.exchange.access_log import access_record, access_text
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from tests.cli.feeds import ODD

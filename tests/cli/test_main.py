@@ -8,7 +8,8 @@ import pytest
 
 import omni_proxy
 from omni_proxy import native
-from omni_proxy.cli import COMMANDS, INNER, check, main
+from omni_proxy.cli import COMMANDS, INNER, main
+from omni_proxy.cli.config_file import check
 from omni_proxy.config.schema import Config
 
 

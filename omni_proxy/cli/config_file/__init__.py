@@ -1,1 +1,3 @@
-"""Commands about the configuration file: `init` writes one, and `schema` describes all its keys."""
+"""Commands about the configuration file: `init` writes one, `check` validates one, and `schema`
+describes all its keys.
+"""

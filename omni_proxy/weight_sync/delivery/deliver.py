@@ -22,9 +22,9 @@ from uuid import uuid4
 
 import trio
 
-from omni_proxy.admin_ops.engine_dialects import CHECKSUM
-from omni_proxy.admin_ops.engine_paths import (
+from omni_proxy.admin_ops.engine_dialects import (
     BEGIN,
+    CHECKSUM,
     CONTINUE_GENERATION,
     DESTROY,
     END,

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 import trio
 
 from omni_proxy.admin_ops.admin_route_table import Kind
-from omni_proxy.admin_ops.engine_paths import PAUSE, SLEEP
+from omni_proxy.admin_ops.engine_dialects import PAUSE, SLEEP
 from omni_proxy.admin_ops.operation import (
     Disposition,
     Operation,

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import trio
 
 from omni_proxy.admin_ops.admin_route_table import TRANSFER, AdminRoute, Kind
-from omni_proxy.admin_ops.engine_paths import (
+from omni_proxy.admin_ops.engine_dialects import (
     COMPLETE,
     DESTROY,
     END,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from omni_proxy.admin_ops.engine_paths import ABORT_REQUESTS, RESUME, START_UPDATE
+from omni_proxy.admin_ops.engine_dialects import ABORT_REQUESTS, RESUME, START_UPDATE
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 
 import trio
 
-from omni_proxy.admin_ops.engine_paths import (
+from omni_proxy.admin_ops.engine_dialects import (
     COMPLETE,
     DESTROY,
     FINISH_UPDATE,

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 import trio
 
-from omni_proxy.admin_ops.engine_paths import SERVER_INFO_PATHS
+from omni_proxy.admin_ops.engine_dialects import SERVER_INFO_PATHS
 from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, as_one
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, broadcast

@@ -13,7 +13,7 @@ from typing import Final
 
 import trio
 
-from omni_proxy.admin_ops.engine_paths import (
+from omni_proxy.admin_ops.engine_dialects import (
     START_DRAFT_UPDATE,
     TRANSFER_INIT,
     UPDATE_WEIGHTS,

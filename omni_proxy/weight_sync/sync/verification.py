@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from omni_proxy.admin_ops.engine_paths import SERVER_INFO
+from omni_proxy.admin_ops.engine_dialects import SERVER_INFO
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.cordon_reasons import UPDATING
 from omni_proxy.fleet.registry import Fleet

@@ -36,8 +36,12 @@ from omni_proxy.admin_ops.admin_route_table import (
     AdminRoute,
     control_route,
 )
-from omni_proxy.admin_ops.engine_dialects import with_defaults
-from omni_proxy.admin_ops.engine_paths import FROM_DISTRIBUTED, FROM_TENSOR, WEIGHTS_BY_NAME
+from omni_proxy.admin_ops.engine_dialects import (
+    FROM_DISTRIBUTED,
+    FROM_TENSOR,
+    WEIGHTS_BY_NAME,
+    with_defaults,
+)
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.weight_sync.weight_operations import WeightOperations

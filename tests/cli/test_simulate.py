@@ -169,7 +169,7 @@ def test_failures_and_keys_without_effect_are_listed_below_the_table(capsys):
     ],
 )
 def test_invalid_input_is_refused_before_the_simulation(capsys, monkeypatch, flags, reason):
-    monkeypatch.setattr("omni_proxy.cli.simulate.command.Simulation", None)
+    monkeypatch.setattr("omni_proxy.cli.simulate.Simulation", None)
     status, out, err = run(capsys, *SMALL, *flags)
     assert (status, out) == (2, "")
     assert reason in err

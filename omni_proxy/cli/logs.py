@@ -1,19 +1,23 @@
-"""`omni-proxy logs`: the access log or the route log of a proxy on this machine, pretty-printed.
+"""`omni-proxy logs`: the access log or the route log of a proxy on this machine, pretty-printed;
+`omni-proxy trace ID`: the route-log lines of a trace or a request.
 
-Exit status 0: shown; 1: no log to show; 2: no proxy could be reached; 130: Ctrl-C.
+Exit status 0: shown; 1: no log to show, or nothing found; 2: no proxy could be reached; 130:
+Ctrl-C.
 
 Invariant: a line that is not a log record is printed unchanged except for control characters; no
-content of a file raises.
+content of a file raises. `trace` reads the log once from its start, line by line, in constant
+memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Final, Self
@@ -356,3 +360,102 @@ class Tail:
         self._file.seek(0, os.SEEK_END)
         *lines, self._partial = data.split(b"\n")
         return lines[max(0, len(lines) - count) :]
+
+
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+_TRACE_EPILOG: Final = """\
+examples:
+  omni-proxy trace 4bf92f3577b34da6a3ce929d0e0e4736 --config proxy.toml
+  omni-proxy trace chatcmpl-17 --file route.log --json
+"""
+
+
+def trace_parser() -> argparse.ArgumentParser:
+    result = CommandParser(
+        prog="omni-proxy trace",
+        description="Print the route-log lines of a trace or a request, from a proxy on this "
+        "machine: time, worker, outcome and durations.",
+        epilog=_TRACE_EPILOG,
+    )
+    result.add_argument(
+        "id", metavar="ID", help="a trace id, a whole traceparent, or the id of a request"
+    )
+    result.add_argument("--json", action="store_true", help="print the lines unchanged")
+    result.add_argument(
+        "--file", metavar="PATH", type=Path, help="read this log; no proxy is contacted"
+    )
+    add_target_arguments(result)
+    return result
+
+
+def main_trace(argv: Sequence[str]) -> int:
+    arguments = trace_parser().parse_args(argv)
+    arguments.route = True
+    whole = _TRACEPARENT.fullmatch(arguments.id)
+    wanted = whole[1] if whole else arguments.id
+    count = 0
+    try:
+        path = arguments.file or log_file(arguments)
+        for line, record in _found(path, wanted):
+            print(
+                raw_line(line) if arguments.json else ("\n" if count else "") + _fields_of(record)
+            )
+            count += 1
+    except AdminClientError as error:
+        print(f"omni-proxy trace: {error}", file=sys.stderr)
+        return EXIT_NOT_REACHABLE
+    except NoLogError as error:
+        print(f"omni-proxy trace: {error}", file=sys.stderr)
+        return NO_LOG
+    if count:
+        return 0
+    print(
+        f"omni-proxy trace: {path} has no request with the trace or id {printable(wanted)}: it "
+        "has not ended yet, was not sampled, or is in a rotated log, which --file PATH reads",
+        file=sys.stderr,
+    )
+    return NO_LOG
+
+
+def _found(path: Path, wanted: str) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Raises NoLogError."""
+    needle = json.dumps(wanted)[1:-1].encode()
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if needle not in line:
+                    continue
+                record = _record_of(line)
+                if wanted in (record.get("trace_id"), record.get("request_id")):
+                    yield line.rstrip(b"\n"), record
+    except OSError as error:
+        raise NoLogError(
+            f"{path}: {error.strerror}: does the proxy run on this machine, and has it written "
+            "anything yet? Use --file PATH for a copied log"
+        ) from None
+
+
+def _record_of(line: bytes) -> dict[str, Any]:
+    try:
+        record = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _fields_of(record: dict[str, Any]) -> str:
+    """One field per line, without fields that have no value."""
+    fields = {name: value for name, value in record.items() if value not in (None, "", [])}
+    width = max(map(len, fields), default=0)
+    return "\n".join(
+        f"{printable(name):<{width}}  {printable(_value_text(value))}"
+        for name, value in fields.items()
+    )
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value)

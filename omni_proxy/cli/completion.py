@@ -1,21 +1,35 @@
 """`omni-proxy completion SHELL`: a completion script for bash, zsh or fish, generated from the
-argument parsers.
+argument parsers; and `omni-proxy __complete LINE`, with which scripts complete workers of the
+running proxy.
 
 Invariant: every flag of a command is completed; no list of flags is written twice. All three
 scripts work alike: the words so far select a page, which lists the completions; every word is
-quoted. Workers of a running proxy are completed through `omni-proxy __complete`.
+quoted. The shell runs `__complete` on TAB, with the command line up to the cursor. Contract: one
+name per line, none if no proxy answers in time; exit status 0, and no other output.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args, get_origin, get_type_hints
 
 from omni_proxy.cli import COMMANDS
+from omni_proxy.cli.client.admin_client import (
+    AdminClient,
+    AdminClientError,
+    JsonObject,
+    add_target_arguments,
+    admin_target_of,
+)
+from omni_proxy.cli.client.worker_changes import ChangeRefused, fetch_workers
 from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.schema import Config
@@ -59,14 +73,11 @@ def pages() -> list[Page]:
 
 def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     # Imported here: no other command must wait for all of them.
-    from omni_proxy.cli import explain, keys, status, upgrade, workers
-    from omni_proxy.cli.bench import arguments as bench
+    from omni_proxy.cli import explain, keys, logs, simulate, status, upgrade, workers
+    from omni_proxy.cli.bench import command as bench
     from omni_proxy.cli.config_file import init, schema
     from omni_proxy.cli.flags import start_parsers
     from omni_proxy.cli.flags.engine_commands import ENGINES
-    from omni_proxy.cli.logs import command as logs
-    from omni_proxy.cli.logs import trace
-    from omni_proxy.cli.simulate import arguments as simulate
     from omni_proxy.cli.top import command as top
     from omni_proxy.cli.weights import command as weights
     from omni_proxy.replica import replica_command as replica
@@ -82,7 +93,7 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     yield "workers", workers.parser()
     yield "explain", explain.parser()
     yield "logs", logs.parser()
-    yield "trace", trace.parser()
+    yield "trace", logs.trace_parser()
     yield "weights", weights.parser()
     yield "simulate", simulate.parser()
     yield "bench", bench.parser()
@@ -373,3 +384,45 @@ SHELLS: Final[dict[str, Callable[[Sequence[Page]], str]]] = {
     "fish": fish,
     "zsh": zsh,
 }
+
+
+ANSWER_SECS: Final = 1.0  # the user waits after TAB
+COMMAND: Final = "workers"
+# Other characters could be special to a shell.
+_HARMLESS: Final = re.compile(r"[A-Za-z0-9._~:/@%\[\]-]+")
+
+
+def main_worker_names(argv: Sequence[str]) -> int:
+    line = argv[0] if argv else ""
+    with contextlib.redirect_stderr(io.StringIO()):  # a message would appear in the typed line
+        try:
+            names = list(_worker_names(line))
+        except (AdminClientError, ChangeRefused, argparse.ArgumentError, OSError, ValueError):
+            names = []
+    sys.stdout.writelines(f"{name}\n" for name in names)
+    return 0
+
+
+def _worker_names(line: str) -> Iterator[str]:
+    """Names of workers that LINE does not contain yet and that begin with its last word.
+
+    Raises AdminClientError, ChangeRefused, ArgumentError, OSError; ValueError for an open quote.
+    """
+    args = [os.path.expandvars(os.path.expanduser(arg)) for arg in shlex.split(line)]
+    typed = args.pop() if args and not line[-1:].isspace() else ""
+    args = args[args.index(COMMAND) + 1 :]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_target_arguments(parser)
+    target, typed_workers = parser.parse_known_args(args)
+    with AdminClient(admin_target_of(target), ANSWER_SECS) as proxy:
+        fleet = fetch_workers(proxy)
+    for record in fleet:
+        names = _names_of(record)
+        if not any(name in typed_workers for name in names):
+            yield from [name for name in names if name.startswith(typed)][:1]
+
+
+def _names_of(record: JsonObject) -> list[str]:
+    """HOST:PORT first: it is shorter and unique."""
+    names = [str(record.get(key) or "") for key in ("display_id", "url")]
+    return [name for name in names if _HARMLESS.fullmatch(name)]

@@ -1,1 +1,0 @@
-"""Shell completion: the scripts, and the worker names that they ask for."""

@@ -1,1 +1,0 @@
-"""The commands that read the logs of a proxy: `logs` and `trace`."""

@@ -1,1 +1,0 @@
-"""`omni-proxy simulate`: compares policies on a workload in virtual time."""
