@@ -11,22 +11,21 @@ from msgspec import Struct
 from omni_proxy.config.tables.admin import AdminConfig, AdminKey, AdminRole
 from omni_proxy.config.tables.cluster import ClusterConfig
 from omni_proxy.config.tables.discover import DiscoverEntry
-from omni_proxy.config.tables.health import HealthConfig
 from omni_proxy.config.tables.keys import CallerKey
-from omni_proxy.config.tables.observe import ObserveConfig
 from omni_proxy.config.tables.picker import PickerConfig
-from omni_proxy.config.tables.routes import ControlRouteEntry, RouteEntry
 from omni_proxy.config.tables.routing import (
     AliasTarget,
     CacheAwareConfig,
+    ControlRouteEntry,
     DisaggregationConfig,
     ModelAlias,
     PrefixHashConfig,
+    RouteEntry,
     RoutingConfig,
 )
-from omni_proxy.config.tables.server import ServerConfig, TimeoutsConfig
+from omni_proxy.config.tables.server import ObserveConfig, ServerConfig, TimeoutsConfig
 from omni_proxy.config.tables.weight_sync import WeightSyncConfig
-from omni_proxy.config.tables.workers import LaunchEntry, WorkerEntry
+from omni_proxy.config.tables.workers import HealthConfig, LaunchEntry, WorkerEntry
 
 __all__ = [
     "AdminConfig",

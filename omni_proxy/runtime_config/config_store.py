@@ -17,8 +17,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import trio
 from msgspec.structs import replace
@@ -43,13 +44,14 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.policies.plugins import check_policy
 from omni_proxy.runtime_config.key_sources import check_keys
 from omni_proxy.runtime_config.membership_lock import MembershipLock
-from omni_proxy.runtime_config.optional_packages import check_extras
 from omni_proxy.runtime_config.state_file import StateFile, load_state, state_path
 from omni_proxy.system.files import file_signature
 from omni_proxy.system.tls_contexts import check_tls_files
 from omni_proxy.upstream_http.resolver import reject_own_addresses
 
 _log = logging.getLogger(__name__)
+OTEL_MODULES: Final = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
+OTEL_INSTALL: Final = "pip install 'omni-proxy[otel]'"
 
 Prepare = Callable[[Config], Callable[[], None]]
 Subscriber = Callable[[Config, Config], None]
@@ -100,6 +102,23 @@ def _similar_file(path: Path) -> str:
     except OSError:
         return ""
     return did_you_mean(path.name, names)
+
+
+def check_extras(config: Config, file: str) -> None:
+    """Refuse a file that needs an optional package that is not installed, with the command that
+    installs it. Imports only the parents of the package. Blocking. Raises ConfigError."""
+    if config.observe.otlp_endpoint and not all(map(_is_installed, OTEL_MODULES)):
+        reason = "needs the OpenTelemetry SDK, which is not installed"
+        raise ConfigError(
+            [Problem("observe.otlp_endpoint", None, reason, OTEL_INSTALL, file)], file
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # one of its parents is missing
+        return False
 
 
 class ConfigStore:

@@ -2,24 +2,24 @@
 
 Probes, admin operations and model lists use it; requests of clients go through the data plane. Some
 operations have different paths in different engines (`flush_cache`, `generate_token`): only the
-engine's confirmation is a success, never another route's 200 (note:routers 1.6,
-note:real-engines 5). Invariant: only literal addresses are dialled, no proxy environment variable
-is read, no redirect is followed, and no connection outlives its call. A failed call affects only
-its own result: `call_worker` and `broadcast` never raise because of a worker, and change no health
-state and no counter. Reads are limited to `READ_BYTES`, so that other tasks run in between however
-many chunks a response has: h11 parses everything that one read returned, and httpx reads 64 KiB by
-default.
+engine's confirmation is a success, never another route's 200 (note:routers 1.6, note:real-engines
+5). Invariant: only literal addresses are dialled, no proxy environment variable is read, no
+redirect is followed, and no connection outlives its call. A failed call affects only its own
+result: `call_worker` and `broadcast` never raise because of a worker, and change no health state
+and no counter. Reads are limited to `READ_BYTES`, so that other tasks run between chunks: h11
+parses everything that one read returned, and httpx reads 64 KiB by default.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import ssl
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import httpcore
 import httpx
@@ -31,7 +31,6 @@ from omni_proxy.config.url import dial_address
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.system.tls_contexts import client_context
 from omni_proxy.upstream_http.credentials import headers_with_own_key
-from omni_proxy.upstream_http.fan_out import call_each
 from omni_proxy.wire.bounded_json import read_json
 from omni_proxy.wire.forwarded import HOP_FIELD
 
@@ -349,3 +348,29 @@ async def _first_of(worker: Worker, calls: list[Call]) -> CallResult:
 
 def _body(fields: Mapping[str, object]) -> bytes:
     return json.dumps(fields).encode()
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+async def call_each(
+    items: Sequence[Item],
+    call: Callable[[Item], Awaitable[Result]],
+    *,
+    max_parallel: float = math.inf,
+) -> list[Result]:
+    """Call for all items concurrently, at most `max_parallel` at a time. There is one result for
+    each item, in their order; a call that may fail returns its failure as a result, because an
+    exception cancels the others."""
+    results: dict[int, Result] = {}
+    limiter = trio.CapacityLimiter(max_parallel)
+
+    async def call_one(number: int) -> None:
+        async with limiter:
+            results[number] = await call(items[number])
+
+    async with trio.open_nursery() as nursery:
+        for number in range(len(items)):
+            nursery.start_soon(call_one, number)
+    return [results[number] for number in range(len(items))]

@@ -25,9 +25,15 @@ from omni_proxy.admin_ops.engine_dialects import (
 )
 from omni_proxy.admin_ops.results import WorkerResult, parsed, version_of
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.upstream_http.client import JSON_TYPE, ROUTE_ABSENT, Call, call_worker, flush_cache
+from omni_proxy.upstream_http.client import (
+    JSON_TYPE,
+    ROUTE_ABSENT,
+    Call,
+    call_each,
+    call_worker,
+    flush_cache,
+)
 from omni_proxy.upstream_http.credentials import credentials_of
-from omni_proxy.upstream_http.fan_out import call_each
 from omni_proxy.weight_sync.protocol.checksum_agreement import Verdict, compare_answers
 
 MAX_RESPONSE_BYTES = 64 * 1024 * 1024  # a checksum response lists every tensor

@@ -15,9 +15,8 @@ from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.keys import KeySource
 from omni_proxy.fleet.worker import adapter_names
 from omni_proxy.routing.policies.plugins import check_policy
-from omni_proxy.runtime_config.config_store import read_file
+from omni_proxy.runtime_config.config_store import check_extras, read_file
 from omni_proxy.runtime_config.key_sources import read_key_file
-from omni_proxy.runtime_config.optional_packages import check_extras
 from omni_proxy.system.tls_contexts import check_tls_files
 from omni_proxy.upstream_http.resolver import reject_own_addresses
 

@@ -1,4 +1,6 @@
-"""The tables `[server]` and `[server.timeouts]`: listeners, limits and logs. Values only."""
+"""The tables `[server]` and `[server.timeouts]`: listeners, limits and logs, and `[observe]`:
+traces. Values only.
+"""
 
 from typing import Annotated, Literal
 
@@ -13,6 +15,7 @@ from omni_proxy.config.fields import (
     LogTarget,
     Mode,
     Name,
+    OtlpEndpoint,
     OverloadStatus,
     PortOrZero,
     Size,
@@ -115,3 +118,12 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # CAs of https workers without tls_ca; empty: the system's.
     tls_worker_ca: str = ""
     timeouts: TimeoutsConfig = TimeoutsConfig()
+
+
+class ObserveConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    # Base URL of a trace collector: spans are sent to its /v1/traces by OTLP over HTTP; needs the
+    # extra `otel`. Empty: no tracing.
+    otlp_endpoint: OtlpEndpoint = ""
+    # Share of traces that is sampled, if the client sends no traceparent; the sampling decision in
+    # a traceparent is kept.
+    trace_sampling: Annotated[float, Meta(ge=0, le=1)] = 1.0

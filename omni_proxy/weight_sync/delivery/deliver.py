@@ -41,8 +41,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.process_group.rendezvous import GLOO, HostedRendezvous
 from omni_proxy.process_group.sender import FileRegion, Sender
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan, parse_plans
-from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
-from omni_proxy.upstream_http.fan_out import call_each
+from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_each
 from omni_proxy.weight_sync.store.manifest import (
     SafetensorsError,
     StoredVersion,

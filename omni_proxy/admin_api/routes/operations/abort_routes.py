@@ -33,8 +33,7 @@ from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
-from omni_proxy.upstream_http.client import MAX_PARALLEL_CALLS, ROUTE_ABSENT, Call
-from omni_proxy.upstream_http.fan_out import call_each
+from omni_proxy.upstream_http.client import MAX_PARALLEL_CALLS, ROUTE_ABSENT, Call, call_each
 from omni_proxy.weight_sync.worker_calls import limit_secs, request_worker
 
 _log = logging.getLogger(__name__)

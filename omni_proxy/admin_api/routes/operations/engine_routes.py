@@ -26,12 +26,12 @@ from omni_proxy.upstream_http.client import (
     Call,
     CallResult,
     broadcast,
+    call_each,
     call_worker,
     flush_cache,
     generate_token,
 )
 from omni_proxy.upstream_http.credentials import credentials_of
-from omni_proxy.upstream_http.fan_out import call_each
 from omni_proxy.weight_sync.weight_operations import WeightOperations
 from omni_proxy.wire.errors import HttpError
 
