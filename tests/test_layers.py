@@ -32,7 +32,7 @@ IMPURE_EXCEPTIONS = {
     "routing.policies.plugins": ({"importlib", "logging"}, "loads policies of other packages, logs their failures"),
     "weight_sync.store.manifest": ({"pathlib"}, "the type of a field"),
 }  # fmt: skip
-SHARED = ("self_exec", "native", "shared")  # by the proxy and the replica
+SHARED = ("native", "shared")  # by the proxy and the replica
 # From the bottom to the top: a package imports only from packages before it.
 LAYERS = (
     *SHARED, "wire", "config", "api_keys", "cluster", "system", "process_group", "fleet", "routing", "admin_ops", "discovery",

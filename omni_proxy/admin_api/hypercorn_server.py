@@ -1,7 +1,7 @@
 """Hypercorn on the private Unix socket that only the data plane connects to.
 
-Invariant: a failed connection does not end the server. Each one is a connection of
-`hypercorn_connection`.
+Invariant: a failed connection does not end the server. Each one is a
+`HypercornConnection`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hypercorn.typing import AppWrapper, ConnectionState, LifespanState
 from hypercorn.utils import wrap_app
 from quart_trio import QuartTrio
 
-from omni_proxy.shared.asgi.hypercorn_connection import (
+from omni_proxy.shared.asgi import (
     HypercornConnection,
     first_leaf_error,
     protect_last_send,

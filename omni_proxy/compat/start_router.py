@@ -42,8 +42,7 @@ from omni_proxy.compat.vllm_router_args import VllmRouterArgs
 from omni_proxy.config.configuration_flags import Dialect, Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config
-from omni_proxy.self_exec import program_argv
-from omni_proxy.shared.child_exit import exit_text
+from omni_proxy.shared.child_process import exit_text, program_argv
 
 _SCRAPED: Final = frozenset(("--prometheus-host",))
 

@@ -23,7 +23,7 @@ from typing import Any, Final
 import trio
 from msgspec import Struct
 
-from omni_proxy.shared.child_exit import exit_text
+from omni_proxy.shared.child_process import exit_text
 
 log = logging.getLogger(__name__)
 

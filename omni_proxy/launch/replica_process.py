@@ -34,8 +34,8 @@ from omni_proxy.launch.child_process import (
 )
 from omni_proxy.launch.gpu_allocator import GpuAllocator, TooFewGpus
 from omni_proxy.launch.worker_link import LaunchedWorkerLink
-from omni_proxy.self_exec import program_argv
 from omni_proxy.shared.backoff import Backoff
+from omni_proxy.shared.child_process import program_argv
 
 OWN_COMMAND: Final = "omni-proxy"
 _NEXT_PORT: Final = re.compile(r"\{([0-9]+)\+index\}")  # {5557+index}: 5557 for the first replica

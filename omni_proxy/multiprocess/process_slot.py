@@ -29,7 +29,7 @@ from omni_proxy.multiprocess.ipc.messages import (
     StateSnapshot,
 )
 from omni_proxy.shared.backoff import Backoff
-from omni_proxy.shared.child_exit import exit_text, wait_or_kill
+from omni_proxy.shared.child_process import exit_text, wait_or_kill
 
 _log = logging.getLogger(__name__)
 

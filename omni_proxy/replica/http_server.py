@@ -5,7 +5,7 @@
 
 Invariant: when `launch_server` returns or raises, no child process is left and the port is free.
 After a cut, a stage's thread may still compute: exit the process without waiting for it. Each
-connection is a `hypercorn_connection`: its errors don't end the server, and it is reset if it is
+connection is a `HypercornConnection`: its errors don't end the server, and it is reset if it is
 still open after the drain.
 """
 
@@ -32,7 +32,7 @@ from quart_trio import QuartTrio
 from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.config import PipelineConfig
 from omni_proxy.replica.pipeline.runtime import Runtime, StartError, open_pipeline
-from omni_proxy.shared.asgi.hypercorn_connection import (
+from omni_proxy.shared.asgi import (
     HypercornConnection,
     first_leaf_error,
     protect_last_send,

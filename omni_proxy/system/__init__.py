@@ -1,1 +1,1 @@
-"""System resources: files, memory, TLS contexts, descriptor limit, systemd, garbage collection."""
+"""System resources: files, memory, TLS contexts, descriptors, systemd, garbage collection."""

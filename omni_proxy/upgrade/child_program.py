@@ -17,8 +17,7 @@ from typing import Final, TypeVar
 import trio
 
 from omni_proxy.launch.replica_process import without_frozen_variables
-from omni_proxy.self_exec import program_argv
-from omni_proxy.shared.child_exit import exit_text
+from omni_proxy.shared.child_process import exit_text, program_argv
 from omni_proxy.upgrade.channel import ChannelClosed, HandoverChannel
 from omni_proxy.upgrade.state import Message, UnreadableMessage
 

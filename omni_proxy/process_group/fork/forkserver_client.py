@@ -21,8 +21,7 @@ import msgspec
 
 from omni_proxy.process_group.fork.ipc import Exited, ForkEvent, JsonSocket, send_at_once
 from omni_proxy.process_group.tensor_plan import GroupError
-from omni_proxy.self_exec import program_argv
-from omni_proxy.shared.child_exit import exit_text
+from omni_proxy.shared.child_process import exit_text, program_argv
 
 log = logging.getLogger(__name__)
 

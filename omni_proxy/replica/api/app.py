@@ -33,7 +33,7 @@ from omni_proxy.replica.api.vllm import (
     weight_transfer_routes,
 )
 from omni_proxy.replica.api.vllm.control_routes import EngineCalls
-from omni_proxy.shared.asgi.url_rules import match_only
+from omni_proxy.shared.asgi import match_only
 
 if TYPE_CHECKING:
     from omni_proxy.replica.pipeline.client import Client

@@ -41,8 +41,7 @@ from omni_proxy.replica.pipeline.stage_messages import (
     StageInput,
     StageOutput,
 )
-from omni_proxy.self_exec import program_argv
-from omni_proxy.shared.child_exit import exit_text, wait_or_kill
+from omni_proxy.shared.child_process import exit_text, program_argv, wait_or_kill
 from omni_proxy.shared.log_text import log_to_stderr
 
 LENGTH_BYTES = 4

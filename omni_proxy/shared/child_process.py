@@ -1,6 +1,9 @@
-"""The end of a child process: it has time to end by itself, then it is killed; its status as text.
+"""Child processes of the program, of the proxy and of the replica: the arguments that start the
+program again, and the end of a child.
 
-For all children that end with their socket, of the proxy and of the replica.
+All processes of the program that are not forked are started with `program_argv`: from its modules,
+an archive, or a frozen binary. A child that ends with its socket has time to end by itself, then it
+is killed. Must import only the standard library, and trio only when it waits.
 """
 
 from __future__ import annotations
@@ -11,8 +14,20 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     import trio
+import os
+import sys
 
+ARCHIVE: Final = ".pyz"
 EXIT_SECS: Final = 2.0  # from the end of its socket to SIGKILL
+
+
+def program_argv() -> list[str]:
+    """The first arguments; those of the command follow."""
+    if getattr(sys, "frozen", False):  # a frozen binary is its own interpreter
+        return [sys.executable]
+    if sys.argv[0].endswith(ARCHIVE):  # the modules can be imported only from the archive
+        return [sys.executable, os.path.abspath(sys.argv[0])]
+    return [sys.executable, "-m", "omni_proxy"]
 
 
 async def wait_or_kill(child: trio.Process) -> int:

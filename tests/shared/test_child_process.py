@@ -5,7 +5,12 @@ import sys
 import pytest
 import trio
 
-from omni_proxy.shared.child_exit import exit_text, wait_or_kill, wait_or_kill_in_thread
+from omni_proxy.shared.child_process import (
+    exit_text,
+    program_argv,
+    wait_or_kill,
+    wait_or_kill_in_thread,
+)
 
 ENDLESS = [sys.executable, "-c", "import signal; signal.pause()"]
 QUICK = [sys.executable, "-c", "raise SystemExit(3)"]
@@ -42,3 +47,12 @@ def test_a_thread_kills_a_child_that_does_not_end():
             child.wait()
         wait_or_kill_in_thread(child, exit_secs=0)
         assert child.returncode == status
+
+
+def test_the_command_that_restarts_the_program_is_that_of_its_start(monkeypatch, tmp_path):
+    assert program_argv() == [sys.executable, "-m", "omni_proxy"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["dist/omni-proxy.pyz", "--config", "x"])
+    assert program_argv() == [sys.executable, str(tmp_path / "dist/omni-proxy.pyz")]
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert program_argv() == [sys.executable]
