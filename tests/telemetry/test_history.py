@@ -15,8 +15,8 @@ from omni_proxy.telemetry.history import (
     WorkerTotals,
     start_of,
 )
+from omni_proxy.telemetry.instruments import STEPS as TICKS
 from omni_proxy.telemetry.instruments import Instruments
-from omni_proxy.telemetry.ticker import STEPS as TICKS
 from omni_proxy.wire.load_report import EngineLoad, LoadReport
 from tests.fleet.entries import entry, fleet_of
 from tests.telemetry.ends import ended, whole

@@ -19,7 +19,7 @@ import httpx
 
 from tools.bench.harness.processes import running
 
-STEP_SECS = 0.05  # as in omni_proxy/telemetry/ticker.py
+STEP_SECS = 0.05  # as in omni_proxy/telemetry/instruments.py
 SHARE = 0.99
 LAG = re.compile(r'^\w*event_loop_lag_seconds_bucket\{[^}]*le="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
 
