@@ -41,9 +41,8 @@ from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.dataplane import DataPlane, Sources, random_below
 from omni_proxy.discovery_watch.discovery import Discovery
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.health.adapter_list import AdapterList
 from omni_proxy.health.engine_pages import EnginePages
-from omni_proxy.health.engine_readers import EngineLoadReader, EngineRanks, EngineRoles
+from omni_proxy.health.engine_readers import AdapterList, EngineLoadReader, EngineRanks, EngineRoles
 from omni_proxy.health.outlier_removal import OutlierRemoval
 from omni_proxy.health.prober import Prober, log_health
 from omni_proxy.health.voice_list import VoiceList

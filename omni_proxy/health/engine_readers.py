@@ -1,9 +1,10 @@
-"""What engines report about themselves: role and bootstrap port, ranks, load.
+"""What engines report about themselves: role and bootstrap port, ranks, load, LoRA adapters.
 
 Invariants: while the fleet has prefill or decode workers, a worker without a role gets no request
 until its engine has been called once; it counts as regular if the call fails. With `ranks = "auto"`
-a failed read keeps the previous value. A page without a load causes no report; a long page is
-parsed in pieces with checkpoints. The time of a load report is the start of the call.
+and with `loras = "auto"` a failed read keeps the previous value. A page without a load causes no
+report; a long page is parsed in pieces with checkpoints. The time of a load report is the start of
+the call. Adapters are read again after a call that loads or unloads one, and every half minute.
 Sources: note:features 2.1, 8 and 10, captures of vLLM 0.32.
 """
 
@@ -12,15 +13,16 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeGuard
 
 import trio
 
 from omni_proxy.fleet.cordon_reasons import ROLE_CORDON
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.fleet.worker import ReportedRole, Worker
+from omni_proxy.fleet.worker import ReportedRole, Worker, adapter_names
 from omni_proxy.health.engine_pages import (
     METRICS,
+    MODELS,
     SERVER_INFO,
     EnginePage,
     Fetch,
@@ -29,6 +31,7 @@ from omni_proxy.health.engine_pages import (
 )
 from omni_proxy.shared.origins import MAX_PORT
 from omni_proxy.upstream_http.client import CallResult
+from omni_proxy.wire.bounded_json import TooManyValues, read_json
 from omni_proxy.wire.load_report import (
     MAX_RANKS,
     LoadReport,
@@ -199,3 +202,58 @@ async def _loads_of(page: EnginePage, result: CallResult) -> dict[int, LoadRepor
         await trio.lowlevel.checkpoint()
         add_loads(loads, loads_of_metrics(piece))
     return loads
+
+
+MAX_ADAPTERS: Final = 1000  # of one worker
+MAX_NAME_CHARS: Final = 1024
+REFRESH_SECS: Final = 30.0  # of the adapters
+
+
+class AdapterList(PageReader):
+    """Both engines list an adapter with its base model as `parent`. vLLM takes the adapter as the
+    model, SGLang only `model:adapter` or `lora_path`."""
+
+    refresh_secs = REFRESH_SECS
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def wants(self, worker: Worker) -> bool:
+        return worker.loras == "auto"
+
+    async def read(self, worker: Worker, fetch: Fetch) -> bool:
+        names = reported_adapters(await fetch(MODELS), worker.model)
+        if names is None:
+            return False
+        if names != worker.reported_adapters:
+            shown = ",".join(name for name in names if not name.startswith(":")) or "none"
+            _log.info("worker_adapters_reported worker=%s adapters=%s", worker.url, shown)
+            self._fleet.report_adapters(worker, names)
+        return True
+
+
+def reported_adapters(result: CallResult, model: str | None) -> tuple[str, ...] | None:
+    """The names by which requests may use the adapters in a worker's list; None without a list.
+    `model`: the worker's configured model."""
+    if not result.ok:
+        return None
+    try:
+        body = read_json(result.body)
+    except (TooManyValues, ValueError):
+        return None
+    cards = body.get("data") if isinstance(body, dict) else None
+    if not isinstance(cards, list):
+        return None
+    names: dict[str, None] = {}
+    for card in cards[:MAX_ADAPTERS]:
+        if not isinstance(card, dict):
+            continue
+        lora, parent = card.get("id"), card.get("parent")
+        if _is_name(lora) and _is_name(parent):
+            bare = card.get("owned_by") != "sglang"
+            names.update(dict.fromkeys(adapter_names(lora, (parent, model), bare=bare)))
+    return tuple(names)
+
+
+def _is_name(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and 0 < len(value) <= MAX_NAME_CHARS and value.isprintable()

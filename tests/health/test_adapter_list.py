@@ -5,13 +5,13 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from omni_proxy.health.adapter_list import (
+from omni_proxy.health.engine_pages import RETRY_SECS, EnginePages
+from omni_proxy.health.engine_readers import (
     MAX_ADAPTERS,
     REFRESH_SECS,
     AdapterList,
     reported_adapters,
 )
-from omni_proxy.health.engine_pages import RETRY_SECS, EnginePages
 from omni_proxy.upstream_http.client import CallResult
 from tests.fleet.entries import entry, fleet_of, heal
 
