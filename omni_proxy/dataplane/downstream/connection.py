@@ -4,6 +4,10 @@ Contract: this file owns the client's socket. Only this file decides whether the
 and every HttpError raised in an exchange becomes a local reply here. The steps of an exchange are
 in `drivers.exchange_steps`; while the coroutine waits for a head, `drivers.fast_path` may run
 whole exchanges instead. Must not depend on workers.
+
+A PROXY protocol header (HAProxy's proxy-protocol.txt) comes before TLS. Only the header is read
+from the socket; afterwards `peer` is the client's address. An invalid header, a timeout and a close
+end the connection without a response: the sender is not a configured load balancer.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ from collections.abc import Coroutine
 from math import inf
 from typing import Any
 
-from omni_proxy.dataplane.downstream.proxy_protocol import read_proxy_header
 from omni_proxy.dataplane.downstream.tls_termination import accept_tls
 from omni_proxy.dataplane.drivers.exchange_steps import respond
 from omni_proxy.dataplane.drivers.fast_path import FastPath
@@ -23,12 +26,18 @@ from omni_proxy.dataplane.drivers.fast_path_pair import fast_path_for
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange_io import PUBLIC, ExchangeIO, ListenerRole
 from omni_proxy.dataplane.finalize import finalize
-from omni_proxy.dataplane.loop.io_task import READ_BYTES
+from omni_proxy.dataplane.loop.stream import READ_BYTES
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, pause
 from omni_proxy.dataplane.relay.local_reply import reply_with_error
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.system.tls_contexts import tls_error_text
 from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.proxy_protocol import (
+    MAX_BYTES,
+    ProxyHeader,
+    ProxyHeaderError,
+    parse_proxy_header,
+)
 from omni_proxy.wire.request import RequestHead, find_head_end, skip_empty_lines
 
 _log = logging.getLogger(__name__)
@@ -95,9 +104,9 @@ class Connection(ExchangeIO):
                 await read_proxy_header(self)
             return True
         try:
-            self.client = await accept_tls(
-                self, self.tls_context, reads_proxy_header=self.reads_proxy_header
-            )
+            if self.reads_proxy_header:
+                await read_proxy_header(self)
+            self.client = await accept_tls(self, self.tls_context)
         except HttpError as error:
             self.phase = "head"
             await self.reply_to_bad_head(error)
@@ -198,3 +207,34 @@ class Connection(ExchangeIO):
             fast_path.error = error
         finally:
             fast_path.stop()
+
+
+async def read_proxy_header(io: ExchangeIO) -> None:
+    """Read it within `client_head_secs`, and set `io.peer`. Raises ClientDisconnected,
+    PhaseTimeout, OSError."""
+    client = io.client
+    io.set_timeout("head", io.settings.timeouts.client_head)
+    header = None
+    while header is None:
+        if io.must_wait_for(client):
+            await pause
+        data = client.peek(MAX_BYTES)
+        if data is not None:
+            header = _parse(io, data)
+            client.readable = False  # peeked bytes cause no new edge, later ones do
+            if header is None and (client.peer_closed or len(data) == MAX_BYTES):
+                raise ClientDisconnected
+    client.recv(header.length)
+    client.readable = True
+    io.peer = header.peer or io.peer
+
+
+def _parse(io: ExchangeIO, data: bytes) -> ProxyHeader | None:
+    totals = io.services.totals
+    try:
+        return parse_proxy_header(data)
+    except ProxyHeaderError as error:
+        totals.failed_proxy_headers += 1
+        level = logging.WARNING if totals.failed_proxy_headers == 1 else logging.DEBUG
+        _log.log(level, "proxy_header_invalid peer=%s error=%s", io.peer, error)
+        raise ClientDisconnected from None

@@ -18,7 +18,6 @@ from typing import Final
 import trio
 
 from omni_proxy.config.schema import ServerConfig
-from omni_proxy.dataplane.downstream.proxy_protocol import read_proxy_header
 from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.tls_stream import (
     RECORD,
@@ -102,16 +101,12 @@ def _keep_current() -> None:
     """The new configuration names the same files, with the same content."""
 
 
-async def accept_tls(
-    io: ExchangeIO, context: ssl.SSLContext, *, reads_proxy_header: bool
-) -> TlsStream:
+async def accept_tls(io: ExchangeIO, context: ssl.SSLContext) -> TlsStream:
     """Do the TLS handshake; returns the stream that replaces `io.client`.
 
-    `reads_proxy_header`: a PROXY header comes first. Raises HttpError for plain HTTP,
-    ClientDisconnected, PhaseTimeout, and OSError for a handshake that failed.
+    Raises HttpError for plain HTTP, ClientDisconnected, PhaseTimeout, and OSError for a handshake
+    that failed.
     """
-    if reads_proxy_header:
-        await read_proxy_header(io)
     io.set_timeout("handshake", io.settings.timeouts.client_head)
     first = await read_handshake_bytes(io, io.client)
     if first[:1] != RECORD and first[:1].isalpha():
