@@ -14,7 +14,7 @@ ALLOWED = {
     "omni_proxy.dataplane.attempt.attempt.run_attempt": "two iterations at most: one idle connection may be broken",
     "omni_proxy.dataplane.downstream.connection.serve": "a connection with a response has read or paused; a refusal "
     "counts turns",
-    "omni_proxy.dataplane.loop.io_task.flush": ENDS,
+    "omni_proxy.dataplane.loop.stream.flush": ENDS,
     "omni_proxy.dataplane.drivers.exchange_steps.respond_by_worker": "bounded by the tries of a request",
     "omni_proxy.simulate.simulation._respond": "bounded by the attempts of a request; there is no trio",
     "omni_proxy.dataplane.websocket.connect.connect_worker": "bounded by the tries of a request",

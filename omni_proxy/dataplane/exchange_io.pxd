@@ -1,6 +1,5 @@
 from omni_proxy.dataplane.exchange.exchange cimport Exchange
-from omni_proxy.dataplane.loop.io_task cimport IoTask
-from omni_proxy.dataplane.loop.stream cimport Stream
+from omni_proxy.dataplane.loop.stream cimport IoTask, Stream
 from omni_proxy.dataplane.services cimport ExchangeServices
 from omni_proxy.dataplane.settings cimport Settings
 

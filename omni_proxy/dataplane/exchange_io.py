@@ -12,8 +12,7 @@ from math import inf
 from typing import Any, Final, Literal, Protocol
 
 from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.loop.io_task import IoTask
-from omni_proxy.dataplane.loop.stream import HUNG_UP, PEER_CLOSED, Stream
+from omni_proxy.dataplane.loop.stream import HUNG_UP, PEER_CLOSED, IoTask, Stream
 from omni_proxy.dataplane.loop.task import Readable
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.dataplane.upstream.pool import ResponseStart

@@ -1,7 +1,7 @@
 """Timeouts of an exchange, from the configuration. Pure.
 
 Invariant: each timeout is positive; one that is off is `inf`, so that comparisons need no check.
-Phases of an exchange and their deadlines: `loop/io_task.py`; the sweep that ends tasks past a
+Phases of an exchange and their deadlines: `loop/stream.py`; the sweep that ends tasks past a
 deadline: `loop/timers.py`.
 """
 

@@ -29,8 +29,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.observers import Recorders
 from omni_proxy.dataplane.exchange_io import PUBLIC, ExchangeIO
 from omni_proxy.dataplane.finalize import finalize
-from omni_proxy.dataplane.loop.io_task import IoTask
-from omni_proxy.dataplane.loop.stream import Stream
+from omni_proxy.dataplane.loop.stream import IoTask, Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
 from omni_proxy.dataplane.services import ExchangeServices, Totals
 from omni_proxy.dataplane.settings import Settings

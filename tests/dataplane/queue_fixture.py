@@ -9,7 +9,7 @@ from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.finalize import finalize
-from omni_proxy.dataplane.loop.io_task import IoTask
+from omni_proxy.dataplane.loop.stream import IoTask
 from omni_proxy.dataplane.loop.task import ClientDisconnected
 from omni_proxy.fleet.worker import CAPABILITY_BITS
 from omni_proxy.routing.inspect.requirements import Requirements

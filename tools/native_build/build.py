@@ -47,7 +47,6 @@ UNUSED_SECS = 14 * 24 * 3600.0
 MODULES = (
     "omni_proxy.dataplane.loop.event_loop",
     "omni_proxy.dataplane.loop.task",
-    "omni_proxy.dataplane.loop.io_task",
     "omni_proxy.dataplane.loop.sockets",
     "omni_proxy.dataplane.loop.stream",
     "omni_proxy.dataplane.exchange.exchange",

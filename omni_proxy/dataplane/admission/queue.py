@@ -20,7 +20,7 @@ from omni_proxy.config.schema import ServerConfig
 from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.admission.update_gate import UpdateGate
 from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.loop.io_task import IoTask
+from omni_proxy.dataplane.loop.stream import IoTask
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.dataplane.upstream.balancer import Balancer

@@ -16,8 +16,7 @@ import msgspec
 
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange_io import AttemptIO, StreamedBody
-from omni_proxy.dataplane.loop.io_task import READ_BYTES
-from omni_proxy.dataplane.loop.stream import Stream
+from omni_proxy.dataplane.loop.stream import READ_BYTES, Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
 from omni_proxy.dataplane.upstream.outgoing_body import changed_parts
 from omni_proxy.dataplane.upstream.pool import ResponseStart, UpstreamPool

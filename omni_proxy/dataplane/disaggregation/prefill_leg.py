@@ -36,8 +36,7 @@ from omni_proxy.dataplane.attempt.side_task import (
 from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.event_loop import EventLoop, Steppable
-from omni_proxy.dataplane.loop.io_task import READ_BYTES
-from omni_proxy.dataplane.loop.stream import Stream
+from omni_proxy.dataplane.loop.stream import READ_BYTES, Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.dataplane.upstream.response_reports import learn_from, prediction_of_leg

@@ -46,7 +46,7 @@ from omni_proxy.dataplane.disaggregation.prefill_leg import (
 from omni_proxy.dataplane.engine_calls import EngineIdQuery, abort_at
 from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 from omni_proxy.dataplane.exchange_io import Connections, ExchangeIO
-from omni_proxy.dataplane.loop.io_task import READ_BYTES
+from omni_proxy.dataplane.loop.stream import READ_BYTES
 from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.relay.response_relay import RewrittenResponse, relay
 from omni_proxy.dataplane.upstream.pool import ResponseStart

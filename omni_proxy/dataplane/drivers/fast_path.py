@@ -47,8 +47,7 @@ from omni_proxy.dataplane.exchange.request_trace import (
 )
 from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.finalize import finalize
-from omni_proxy.dataplane.loop.io_task import READ_BYTES
-from omni_proxy.dataplane.loop.stream import Stream
+from omni_proxy.dataplane.loop.stream import READ_BYTES, Stream
 from omni_proxy.dataplane.loop.task import EventHandler, PhaseTimeout
 from omni_proxy.dataplane.relay.response_relay import diagnostic_fields
 from omni_proxy.dataplane.upstream.outgoing_body import parts_for_target, set_alias

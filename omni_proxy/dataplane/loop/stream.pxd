@@ -1,7 +1,7 @@
 cimport cython
 
 from omni_proxy.dataplane.loop.event_loop cimport EventLoop, PendingWriter
-from omni_proxy.dataplane.loop.task cimport EventHandler
+from omni_proxy.dataplane.loop.task cimport ConnectionTask, EventHandler
 
 cdef class Stream(PendingWriter):
     cdef public EventLoop loop
@@ -23,3 +23,9 @@ cdef class Stream(PendingWriter):
     cpdef flush(self)
     @cython.locals(chunk=bytes)
     cpdef read(self, Py_ssize_t size)
+
+
+cdef class IoTask(ConnectionTask):
+    cdef public double deadline
+
+    cpdef set_timeout(self, str phase, double secs)

@@ -1,8 +1,11 @@
-"""Streams: sockets of clients and workers in the event loop's epoll set; and `connect`.
+"""Streams: sockets of clients and workers in the event loop's epoll set; `connect`; and `IoTask`,
+the task that reads and writes them.
 
 Invariant: only a `Stream` uses its socket. It is registered once, edge-triggered, so an edge that
 no task waits for is stored in `readable`. `close` unregisters it immediately; the event loop closes
-the descriptor after the iteration.
+the descriptor after the iteration. `read`, `write` and `flush` of a task wait for the peer until
+the timeout of the current phase, and then raise PhaseTimeout. No phase outlasts `deadline`, which
+bounds the whole exchange.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from math import inf
 from select import EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP
 from typing import Final
 
@@ -26,6 +30,7 @@ from omni_proxy.dataplane.loop.task import (
     pause,
 )
 
+READ_BYTES = 16384
 PEER_CLOSED: Final = EPOLLRDHUP | EPOLLHUP | EPOLLERR
 HUNG_UP: Final = EPOLLHUP | EPOLLERR  # both directions are closed, not only the peer's sending side
 INPUT_EVENTS: Final = EPOLLIN | PEER_CLOSED
@@ -215,3 +220,71 @@ async def connect(task: ConnectionTask, address: tuple[str, int] | str) -> Strea
         stream.close()
         raise
     return stream
+
+
+class IoTask(ConnectionTask):
+    """A connection task that serves the stream `client`."""
+
+    __slots__ = ("deadline",)
+
+    client: Stream
+
+    def __init__(self, loop: EventLoop) -> None:
+        super().__init__(loop)
+        self.deadline = inf
+
+    def check_client(self, *, half_close_aborts: bool) -> None:
+        """Raise ClientDisconnected if the client has closed its side and that counts as a
+        disconnect. For the moments before and after waits that do not watch the client."""
+        if half_close_aborts and self.client.peer_closed:
+            raise ClientDisconnected
+
+    def set_timeout(self, phase: str, secs: float) -> None:
+        """Enter a phase that may last `secs`; with `inf`, as long as the whole exchange."""
+        self.phase = phase
+        due = self.loop.now + secs
+        # Not min(), because the call would double the cost of this method.
+        self.phase_deadline = due if due < self.deadline else self.deadline  # noqa: FURB136
+
+    def limit_phase(self, due: float) -> None:
+        """End the current phase no later than `due`, in seconds of `EventLoop.now`."""
+        if due < self.phase_deadline:
+            self.phase_deadline = due
+
+    def clear_timeout(self) -> None:
+        """The current phase has no timeout any more."""
+        self.phase_deadline = inf
+
+    async def read(self, stream: Stream, size: int = READ_BYTES) -> bytes:
+        """The next bytes; b"" at the peer's end. Raises OSError for a broken connection."""
+        while True:
+            if self.must_wait_for(stream):
+                await pause
+            chunk = stream.read(size)
+            if chunk is not None:
+                return chunk
+
+    async def write(self, stream: Stream, chunk: bytes) -> None:
+        """Send `chunk` after the pending bytes; waits for a peer that reads slowly."""
+        if stream.pending:
+            await self.flush(stream)
+        try:
+            sent = stream.send(chunk)
+        except BlockingIOError:
+            sent = 0
+        view = memoryview(chunk)[sent:]
+        while view:
+            self.waiting_on = stream
+            await pause
+            try:
+                view = view[stream.send(view) :]
+            except BlockingIOError:
+                continue
+
+    async def flush(self, stream: Stream) -> None:
+        """Send the pending bytes of `write_soon`."""
+        while stream.pending:
+            stream.flush()
+            if stream.pending:
+                self.waiting_on = stream
+                await pause

@@ -20,8 +20,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.observers import GapRecorder, UnobservedGaps
 from omni_proxy.dataplane.exchange.request_id import REQUEST_ID_NAME
 from omni_proxy.dataplane.exchange_io import ExchangeIO
-from omni_proxy.dataplane.loop.io_task import READ_BYTES
-from omni_proxy.dataplane.loop.stream import Stream
+from omni_proxy.dataplane.loop.stream import READ_BYTES, Stream
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, await_direct, pause
 from omni_proxy.dataplane.upstream.pool import ResponseStart
 from omni_proxy.routing.cache_prediction import note_first_byte

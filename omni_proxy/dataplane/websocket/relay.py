@@ -19,8 +19,7 @@ from omni_proxy.dataplane.attempt.outlier_reports import report_failure
 from omni_proxy.dataplane.exchange.exchange import Exchange, Outcome
 from omni_proxy.dataplane.exchange.request_id import REQUEST_ID_NAME, add_forwarded, new_request_id
 from omni_proxy.dataplane.exchange_io import ExchangeIO
-from omni_proxy.dataplane.loop.io_task import READ_BYTES
-from omni_proxy.dataplane.loop.stream import Stream
+from omni_proxy.dataplane.loop.stream import READ_BYTES, Stream
 from omni_proxy.dataplane.loop.task import ANY_STREAM, ClientDisconnected, PhaseTimeout, pause
 from omni_proxy.dataplane.relay.response_relay import rate_lines
 from omni_proxy.dataplane.upstream.fleet_requirements import (
