@@ -16,9 +16,9 @@ from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.keys import CallerKey
 from omni_proxy.dataplane.exchange.fast_path_cache import FastPathCache, FastPathFlags
 from omni_proxy.dataplane.exchange.request_trace import Tracing
-from omni_proxy.dataplane.exchange.token_usage import count_tokens
 from omni_proxy.dataplane.loop.stream import READ_BYTES
 from omni_proxy.dataplane.timeouts import timeouts_of
+from omni_proxy.routing.inspect.response_usage import count_tokens
 from omni_proxy.routing.policies import reads_prompts
 from omni_proxy.routing.policies.cache_feedback import learns_from_answers
 from omni_proxy.routing.routes import configured_routes

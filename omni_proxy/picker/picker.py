@@ -28,7 +28,6 @@ from omni_proxy.dataplane.upstream.fleet_requirements import (
     complete_requirements,
     pin_request,
 )
-from omni_proxy.dataplane.upstream.outgoing_body import set_alias
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, walk_large_json
@@ -39,7 +38,7 @@ from omni_proxy.routing.inspect.requirements import (
     inspect_request,
     requirements_of_large_json,
 )
-from omni_proxy.routing.model_aliases import choose_target
+from omni_proxy.routing.model_aliases import choose_target, set_alias
 from omni_proxy.routing.pick import pick_worker, unavailable
 from omni_proxy.routing.routes import (
     DEFAULT_PATH,

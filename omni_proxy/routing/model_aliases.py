@@ -4,7 +4,7 @@ Contract: an alias takes precedence over a model of the same name; its targets a
 adapters, never aliases. For each attempt a target is chosen before the worker: by session, else by
 weight; after a failed attempt the same target while it has an untried worker. A target without a
 worker that could take the request now is chosen only if no target has one. From then on
-`Requirements.model` is the target's model.
+`Requirements.model` is the target's model, and with `rewrite` it is spliced into the body.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from omni_proxy.routing.inspect.affinity_key import (
     affinity_keys_of,
 )
 from omni_proxy.routing.inspect.body_fields import adapters_of_body
-from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.inspect.model_field import Parts, model_spans, with_model
+from omni_proxy.routing.inspect.requirements import HeadFacts, Requirements
+from omni_proxy.routing.routes import FORM, Route
 from omni_proxy.routing.weighted_split import AliasRequirement, Split
 from omni_proxy.wire.errors import HttpError
 
@@ -67,6 +69,29 @@ def _session_keys_of(config: Config) -> AffinityKeyReader:
         return affinity_keys_of(config)
     headers = tuple(name for name in routing.session_headers if name not in _CLIENT_HEADERS)
     return affinity_key_reader(headers, routing.session_body_keys)
+
+
+def set_alias(
+    aliases: ModelAliases, need: Requirements, route: Route, body: bytes, facts: HeadFacts
+) -> None:
+    """Set the alias that the request names; with `rewrite` also its positions in the body. Raises
+    HttpError 400."""
+    split = aliases.find(need.model)
+    if split is None or need.alias is not None:
+        return
+    need.alias = AliasRequirement(split)
+    if split.rewrite:
+        fields = need.body_fields
+        read = fields.model if fields is not None else None
+        need.alias.spans = model_spans(route, body, facts, read)
+
+
+def parts_for_target(need: Requirements, route: Route, body: bytes) -> Parts:
+    """`body` with the target's model, if `set_alias` has found a model in it."""
+    alias, model = need.alias, need.target_model
+    if alias is None or model is None or not alias.spans:
+        return [body]
+    return with_model(body, alias.spans, model, is_json=route.body_kind is not FORM)
 
 
 def name_adapter(need: Requirements, aliases: ModelAliases | None, body: bytes) -> None:

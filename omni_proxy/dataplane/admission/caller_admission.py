@@ -4,7 +4,8 @@ body is known, `end_call` in `finalize`.
 Invariant: `Exchange.caller` is set for a request with a key of `[[keys]]`. `reserved` is
 NOT_COUNTED until the exchange counts against the limits; each exchange that counts is ended exactly
 once. `begin_call` removes the key from the head's lines, so no worker gets it. Nothing here waits:
-above a limit the reply is an immediate 429.
+above a limit the reply is an immediate 429. Tokens are reserved by an estimate, which neither
+decodes the body nor raises.
 """
 
 from __future__ import annotations
@@ -17,21 +18,18 @@ import msgspec
 from omni_proxy.api_keys.caller import ApiCaller, Reason
 from omni_proxy.api_keys.callers import key_in, may_use, without_key_lines
 from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.token_usage import (
-    BYTES_PER_TOKEN,
-    estimate_prompt,
-    max_tokens_in,
-    tokens_of,
-)
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.inspect.body_fields import adapters_of_body
 from omni_proxy.routing.inspect.model_field import check_form
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.inspect.response_usage import (
+    BYTES_PER_TOKEN,
     OPENED_USAGE,
     USAGE,
+    counts_in,
     decode_common_usage,
+    estimate_prompt,
 )
 from omni_proxy.routing.routes import FORM
 from omni_proxy.wire.errors import HttpError
@@ -39,6 +37,11 @@ from omni_proxy.wire.request import RequestHead
 
 NOT_COUNTED: Final = -1  # of `reserved`: it does not count against the limits, or no longer
 _MAY_NAME_ADAPTERS: Final = re.compile(rb"lora_path|\\u")  # a JSON key may contain escapes
+# Never part of a JSON string, in which quotes are escaped.
+_BEGINNING: Final = b'"max_'  # searched from the end first, which is much faster than the pattern
+_MAX_TOKENS: Final = re.compile(
+    rb'"max_(?:completion_|new_|output_)?tokens"[ \t\r\n]*:[ \t\r\n]*([0-9]{1,9})'
+)
 _EXPLAINED: Final = {
     "max_inflight": "requests in flight",
     "requests_per_minute": "requests in a minute",
@@ -99,6 +102,15 @@ def reserve(exchange: Exchange, need: Requirements, fleet: Fleet, size: int, now
     exchange.reserved, exchange.token_bucket = reserved, caller.token_window.bucket
 
 
+def max_tokens_in(body: bytes) -> int:
+    """The limit of completion tokens in a JSON body, 0 if it has none."""
+    offset = body.rfind(_BEGINNING)
+    if offset < 0:
+        return 0
+    match = _MAX_TOKENS.match(body, offset) or _MAX_TOKENS.search(body, 0, offset)
+    return int(match[1]) if match is not None else 0
+
+
 def begin_complete_call(
     exchange: Exchange, caller: ApiCaller, need: Requirements, body: bytes
 ) -> bool:
@@ -154,6 +166,19 @@ def end_call(exchange: Exchange, caller: ApiCaller) -> None:
     exchange.reserved = NOT_COUNTED
     prompt, completion = tokens_of(exchange)
     caller.end(reserved, exchange.token_bucket, prompt, completion, exchange.ended_at)
+
+
+def tokens_of(exchange: Exchange) -> tuple[int, int]:
+    """Prompt and completion tokens of an exchange that has ended. If the response does not report
+    them, they are estimated from the request's size, and from the chunks of a stream or the bytes
+    of another response."""
+    prompt, completion = counts_in(exchange.last_chunk)
+    if prompt is not None or completion is not None:
+        return prompt or 0, completion or 0
+    if not exchange.relayed or not 0 < exchange.status < 400:
+        return 0, 0  # no worker generated tokens
+    guessed = exchange.chunks if exchange.stream else exchange.bytes_out // BYTES_PER_TOKEN
+    return estimate_prompt(exchange.bytes_in), guessed
 
 
 def end_complete_call(exchange: Exchange, caller: ApiCaller, body: bytes) -> None:

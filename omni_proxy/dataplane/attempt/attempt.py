@@ -18,10 +18,11 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange_io import AttemptIO, StreamedBody
 from omni_proxy.dataplane.loop.stream import READ_BYTES, Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
-from omni_proxy.dataplane.upstream.outgoing_body import changed_parts
 from omni_proxy.dataplane.upstream.pool import ResponseStart, UpstreamPool
 from omni_proxy.dataplane.upstream.response_reports import own_lines_of, read_load, take_load
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.routing.model_aliases import parts_for_target
+from omni_proxy.routing.pinning import body_for_rank
 from omni_proxy.system.process_resources import is_resource_exhaustion
 from omni_proxy.upstream_http.credentials import lines_with_own_key
 from omni_proxy.wire.errors import HttpError, UpstreamError
@@ -241,6 +242,23 @@ def _encode(
     if len(body) < JOIN_BYTES:
         return [encode_request(own_lines, [lines], length_lines(len(body))[1], body)]
     return [encode_request(own_lines, [lines], length_lines(len(body))[1], b""), body]
+
+
+def changed_parts(exchange: Exchange) -> list[bytes | memoryview] | None:
+    """The body for the current attempt, in parts that refer to the client's body; None if it is
+    unchanged. An alias with `rewrite` changes the model, and a rank adds the key that names it if
+    the engine ignores the header."""
+    need, route, body, rank = (
+        exchange.requirements, exchange.route, exchange.body, exchange.rank
+    )  # fmt: skip
+    if need is None or route is None or not body or exchange.legs is not None:
+        return None  # in two legs `dataplane.disaggregation.two_leg_request` changes it
+    parts = None
+    if need.alias is not None and need.alias.spans:
+        parts = parts_for_target(need, route, body)
+    if rank is None:
+        return parts
+    return body_for_rank(route.path, need, rank, body if parts is None else b"".join(parts))
 
 
 def lines_for_rank(exchange: Exchange, head: RequestHead) -> bytes:

@@ -14,11 +14,11 @@ from omni_proxy.dataplane.attempt.attempt import RANK_FIELD
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.task import pause
-from omni_proxy.dataplane.upstream.outgoing_body import parts_for_target
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.routing.inspect.json_splice import Edits, JsonText, object_at
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, JsonMember, walk_members
 from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.model_aliases import parts_for_target
 from omni_proxy.routing.pinning import BODY_KEY, BODY_ONLY_PATHS, OLD_BODY_KEY
 from omni_proxy.wire.forwarded import field_value
 from omni_proxy.wire.header_fields import RANK_HINT

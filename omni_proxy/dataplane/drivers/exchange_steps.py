@@ -39,7 +39,6 @@ from omni_proxy.dataplane.upstream.fleet_requirements import (
     complete_requirements,
     pin_request,
 )
-from omni_proxy.dataplane.upstream.outgoing_body import set_alias
 from omni_proxy.dataplane.websocket import relay as websocket_relay
 from omni_proxy.routing.inspect.large_body import requirements_of_beginning
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES, ONE_PASS_BYTES, walk_large_json
@@ -50,6 +49,7 @@ from omni_proxy.routing.inspect.requirements import (
     inspect_request,
     requirements_of_large_json,
 )
+from omni_proxy.routing.model_aliases import set_alias
 from omni_proxy.routing.routes import MethodNotAllowed, find_route
 from omni_proxy.routing.weighted_split import AliasRequirement, Split
 from omni_proxy.wire.errors import HttpError

@@ -50,11 +50,11 @@ from omni_proxy.dataplane.finalize import finalize
 from omni_proxy.dataplane.loop.stream import READ_BYTES, Stream
 from omni_proxy.dataplane.loop.task import EventHandler, PhaseTimeout
 from omni_proxy.dataplane.relay.response_relay import diagnostic_fields
-from omni_proxy.dataplane.upstream.outgoing_body import parts_for_target, set_alias
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.plain_body import read_plain_body
 from omni_proxy.routing.inspect.requirements import Requirements, requirements_of_fields
+from omni_proxy.routing.model_aliases import parts_for_target, set_alias
 from omni_proxy.routing.pinning import body_for_rank
 from omni_proxy.shared.decoding import MALFORMED
 from omni_proxy.upstream_http.credentials import lines_with_own_key

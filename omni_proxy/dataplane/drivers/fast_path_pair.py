@@ -52,7 +52,6 @@ from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.event_loop import EventLoop, WakeCallback
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
-from omni_proxy.dataplane.upstream.outgoing_body import parts_for_target
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
@@ -73,6 +72,7 @@ from omni_proxy.routing.kv_connectors.sglang import (
     is_one_id,
     sglang_legs,
 )
+from omni_proxy.routing.model_aliases import parts_for_target
 from omni_proxy.routing.pinning import may_name_rank
 from omni_proxy.upstream_http.credentials import lines_with_own_key
 from omni_proxy.wire.head_caching.response_heads import NOT_CACHED

@@ -18,10 +18,10 @@ import msgspec
 import trio
 
 from omni_proxy.api_keys.callers import KEY_FIELDS
+from omni_proxy.dataplane.attempt.attempt import changed_parts
 from omni_proxy.dataplane.attempt.outlier_reports import report_end, report_failure
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.services import ExchangeServices
-from omni_proxy.dataplane.upstream.outgoing_body import changed_parts
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.picker.ext_proc.messages import PREFILLER, Destination

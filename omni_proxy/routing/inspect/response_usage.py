@@ -1,22 +1,30 @@
-"""Token counts at the end of a response: `usage`, and the cached tokens of the prompt.
+"""Token counts at the end of a response: `usage`, and the cached tokens of the prompt. Counts that
+a response does not report are estimated from sizes.
 
 Cached tokens are `cached_tokens` of `usage` (OpenAI's APIs) or of `meta_info` (SGLang), and
 `cache_read_input_tokens` (Anthropic), which is not included in `input_tokens`. Invariant: time is
 linear in the bytes; a count that is null, absent, no integer or too large counts as missing. Cached
 tokens are found without decoding: quotes inside JSON strings are escaped, so a model's text can't
 contain a key. `usage` is decoded without the text before it: the end of a body, from a member of
-its outermost object on, is a JSON object again if a brace is put before it.
+its outermost object on, is a JSON object again if a brace is put before it. Many responses are
+decoded in one call, because a call costs more than the few numbers; none changes another's counts.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, itemgetter
 from typing import Annotated, Final
 
 import msgspec
 
+from omni_proxy.api_keys.caller import Ended
+
 TAIL_BYTES: Final = 8192  # searched at the end of the body: the counts come after the text
+BYTES_PER_TOKEN: Final = 4  # mean of English text with the JSON around it
 SHORT: Final = 512  # a body of up to this many bytes is decoded whole, which is faster
 _COUNT: Final = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*([0-9]{1,10})(?![0-9.eE])")
 # The counts as vLLM and OpenAI write them, not followed by another count.
@@ -160,3 +168,40 @@ def _last_count(body: bytes, key: bytes) -> int | None:
     offset = body.rfind(key, -TAIL_BYTES)
     match = _COUNT.match(body, offset + len(key)) if offset >= 0 else None
     return int(match[1]) if match is not None else None
+
+
+def estimate_prompt(size: int) -> int:
+    """Tokens of a request body with `size` bytes."""
+    return -(-size // BYTES_PER_TOKEN)
+
+
+_body: Final = itemgetter(0)
+_behind: Final = itemgetter(2)
+_OPENED: Final = b"[" + OPENED_USAGE
+_BETWEEN: Final = b"," + OPENED_USAGE
+_usage: Final = attrgetter("usage")
+_prompts: Final = attrgetter("prompt_tokens")
+_completions: Final = attrgetter("completion_tokens")
+
+
+def count_tokens(ended: Sequence[Ended]) -> tuple[int, int]:
+    """The sums of prompt tokens and of completion tokens of all `ended` requests."""
+    if not ended:
+        return 0, 0
+    bodies = map(_body, ended)
+    # The text after the last `"usage"` of a body is a JSON object again once OPENED_USAGE precedes.
+    ends = map(_behind, map(bytes.rpartition, bodies, repeat(USAGE)))
+    try:
+        usages = list(map(_usage, decode_common_usages(_OPENED + _BETWEEN.join(ends) + b"]")))
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        usages = []
+    if len(usages) == len(ended):
+        return sum(map(_prompts, usages)), sum(map(_completions, usages))
+    prompts = completions = 0
+    for body, size, status in ended:
+        prompt, completion = counts_in(body)
+        if prompt is None and completion is None and 0 < status < 400:
+            prompt, completion = estimate_prompt(size), len(body) // BYTES_PER_TOKEN
+        prompts += prompt or 0
+        completions += completion or 0
+    return prompts, completions

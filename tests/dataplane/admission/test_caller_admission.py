@@ -9,6 +9,7 @@ import pytest
 from omni_proxy.api_keys.caller import LocalRows, slot_totals
 from omni_proxy.api_keys.key_table import KeyTable
 from omni_proxy.config.parse import parse
+from omni_proxy.dataplane.admission.caller_admission import max_tokens_in
 from omni_proxy.wire.chunked import encode_chunk
 from tests.dataplane.both_drivers import (
     OK_RESPONSE,
@@ -427,3 +428,19 @@ def test_rate_limit_headers_are_exposed_to_other_origins(listeners):
 
     limits = "requests_per_minute = 9\ntokens_per_minute = 999\n"
     play(listeners, script, keys(limits, more="cors_allow_origins = ['*']"))
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        (b'{"max_tokens": 64}', 64),
+        (b'{"max_completion_tokens":7,"messages":[]}', 7),
+        (b'{"sampling_params":{"max_new_tokens" : 9}}', 9),
+        (b'{"max_output_tokens":5}', 5),
+        (b'{"max_tokens":null}', 0),
+        (b'{"prompt":"say \\"max_tokens\\": 99"}', 0),
+        (b"", 0),
+    ],
+)
+def test_the_limit_of_completion_tokens_is_read_from_the_body(body, count):
+    assert max_tokens_in(body) == count

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from omni_proxy.api_keys.caller import IN_FLIGHT, REQUESTS, ApiCaller
 from omni_proxy.api_keys.callers import UNKNOWN_SLOT
 from omni_proxy.config.tables.keys import CallerKey
-from omni_proxy.dataplane.exchange.token_usage import count_tokens
 from omni_proxy.multiprocess.shared_memory.key_counters import (
     PAUSE_SECS,
     KeyCounters,
@@ -16,6 +15,7 @@ from omni_proxy.multiprocess.shared_memory.key_counters import (
     RecentRefusals,
     WrongKeyReport,
 )
+from omni_proxy.routing.inspect.response_usage import count_tokens
 
 KEY = CallerKey(name="a", key_sha256="00" * 32, max_inflight=2, requests_per_minute=10)
 OPEN = CallerKey(name="a", key_sha256="00" * 32)

@@ -1,4 +1,5 @@
-"""Token counts at the end of a response, in the formats of the engines."""
+"""Token counts at the end of a response, in the formats of the engines. Counting many responses at
+once equals counting each of them."""
 
 import json
 
@@ -8,12 +9,29 @@ from hypothesis import strategies as st
 
 from omni_proxy.routing.inspect.response_usage import (
     TAIL_BYTES,
+    count_tokens,
     counts_in,
+    estimate_prompt,
     read_cached_tokens,
     tokens_in,
 )
 
 COUNTS = st.integers(0, 10**9)
+BODIES = (
+    b'{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}',
+    b'{"usage": {"prompt_tokens": 30, "completion_tokens": 40}, "metadata": {"a": []}}',
+    b'{"usage": {"input_tokens": 5, "output_tokens": 6}}',
+    b'{"usage": null}',
+    b'{"text": "no usage at all"}',
+    b"",
+    b"no JSON",
+    b'{"usage": {"prompt_tokens": 1, "completion_tokens": 2',
+    b'{"usage": {"prompt_tokens": 1, "completion_tokens": 2}}, {"usage": {}',
+    b'{"usage": {"prompt_tokens": -1, "completion_tokens": 2}}',
+)
+ENDED = st.lists(
+    st.tuples(st.sampled_from(BODIES), st.integers(0, 99), st.sampled_from([200, 404, 500]))
+)
 DETAILS = {
     "prompt_tokens": 40,
     "completion_tokens": 3,
@@ -187,3 +205,27 @@ def test_a_usage_may_have_only_one_of_the_counts():
 @given(st.binary())
 def test_tokens_of_any_bytes_are_read_without_an_error(tail):
     assert tokens_in(b'"usage"' + tail).keys() <= {"input", "output"}
+
+
+@given(ENDED)
+def test_the_total_of_several_responses_is_the_sum_of_each(ended):
+    alone = [count_tokens([response]) for response in ended]
+    assert count_tokens(ended) == tuple(map(sum, zip((0, 0), *alone, strict=True)))
+
+
+@given(st.lists(st.sampled_from(BODIES[:2]), min_size=1))
+def test_the_usage_of_a_response_is_counted(bodies):
+    tens = sum(b"30" in body for body in bodies)
+    units = len(bodies) - tens
+    ended = [(body, 9, 200) for body in bodies]
+    assert count_tokens(ended) == (3 * units + 30 * tens, 4 * units + 40 * tens)
+
+
+def test_the_tokens_of_a_response_without_usage_are_estimated():
+    estimate = count_tokens([(b"12345678", 41, 200)])
+    assert estimate == (11, 2)
+    assert count_tokens([(b"12345678", 41, 500)]) == (0, 0)
+
+
+def test_the_tokens_of_a_prompt_are_estimated_by_its_size():
+    assert [estimate_prompt(size) for size in (0, 1, 4, 5)] == [0, 1, 1, 2]
