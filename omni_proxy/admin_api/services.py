@@ -152,7 +152,7 @@ class KeyServices:
 
     find_admin_key: Callable[[bytes], AdminKey | None] = lambda _: None
     find_caller: Callable[[bytes], CallerKey | None] = lambda _: None
-    # The usage of each caller, by its name; see `multiprocess.shared_memory.key_counters`.
+    # The usage of each caller, by its name; see `multiprocess.shared_keys`.
     usage: Callable[[], dict[str, dict[str, int]]] = dict
     error: Callable[[], str] = str  # why the newest key files are not in use
 

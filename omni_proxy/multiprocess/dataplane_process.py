@@ -55,7 +55,7 @@ from omni_proxy.multiprocess.load_reports import LoadCollector, take_rows
 from omni_proxy.multiprocess.metrics_delta import MetricsDelta
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet, shared_ids
 from omni_proxy.multiprocess.shared_dataplane import SharedDataPlane
-from omni_proxy.multiprocess.shared_memory.key_counters import KeyCounters
+from omni_proxy.multiprocess.shared_keys import KeyCounters
 from omni_proxy.multiprocess.shared_memory.prefix_trees import load_trees, save_trees
 from omni_proxy.multiprocess.shared_memory.sessions import (
     SharedSessions,

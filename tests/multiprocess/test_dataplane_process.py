@@ -22,7 +22,7 @@ from omni_proxy.multiprocess.ipc.messages import (
     VoiceListMessage,
 )
 from omni_proxy.multiprocess.replication import ReportHandler
-from omni_proxy.multiprocess.shared_memory.key_counters import KeyCounters
+from omni_proxy.multiprocess.shared_keys import KeyCounters
 from omni_proxy.multiprocess.shared_memory.sessions import create_sessions
 from omni_proxy.multiprocess.shared_memory.worker_counters import SharedCounters
 from tests.fleet.entries import entry, fleet_of

@@ -23,7 +23,7 @@ from omni_proxy.multiprocess.ipc.messages import (
 )
 from omni_proxy.multiprocess.process_slot import ProcessHandle
 from omni_proxy.multiprocess.reuseport_group import ReuseportGroup
-from omni_proxy.multiprocess.shared_memory.key_counters import KeyCounters
+from omni_proxy.multiprocess.shared_keys import KeyCounters
 from omni_proxy.multiprocess.shared_memory.sessions import create_sessions
 from omni_proxy.multiprocess.shared_memory.worker_counters import SharedCounters
 from tests.fleet.entries import entry, fleet_of

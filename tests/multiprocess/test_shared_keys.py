@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from omni_proxy.api_keys.caller import IN_FLIGHT, REQUESTS, ApiCaller
 from omni_proxy.api_keys.callers import UNKNOWN_SLOT
 from omni_proxy.config.tables.keys import CallerKey
-from omni_proxy.multiprocess.shared_memory.key_counters import (
+from omni_proxy.multiprocess.shared_keys import (
     PAUSE_SECS,
     KeyCounters,
     KeySlots,
@@ -114,7 +114,7 @@ def test_a_key_keeps_its_slot_and_a_released_slot_is_reused_last(counters):
 
 
 def test_a_slot_is_reused_from_zero_and_only_without_requests_in_flight(counters, monkeypatch):
-    monkeypatch.setattr("omni_proxy.multiprocess.shared_memory.key_counters.KEY_SLOTS", 4)
+    monkeypatch.setattr("omni_proxy.multiprocess.shared_keys.KEY_SLOTS", 4)
     slots = KeySlots()
     busy, idle, other = (slots.assign(["a", "b", "c"], counters[0])[name] for name in "abc")
     counters[1].own(busy)[IN_FLIGHT] = 1
