@@ -105,7 +105,7 @@ def test_every_named_module_exists():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("routing.inspect.large_body", True),
+        ("routing.inspect.large_json", True),
         ("routing.inspect.streamed", False),
         ("routing.pick.pick_worker", True),
         ("routing.pick.pick_nothing", False),

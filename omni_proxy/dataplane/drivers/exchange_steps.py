@@ -38,9 +38,9 @@ from omni_proxy.dataplane.upstream.fleet_requirements import (
     RequestParts,
     complete_requirements,
     pin_request,
+    requirements_of_beginning,
 )
 from omni_proxy.dataplane.websocket import relay as websocket_relay
-from omni_proxy.routing.inspect.large_body import requirements_of_beginning
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES, ONE_PASS_BYTES, walk_large_json
 from omni_proxy.routing.inspect.model_field import walk_model_spans
 from omni_proxy.routing.inspect.requirements import (

@@ -1,6 +1,6 @@
 """A request body that did not arrive with its head: held completely, or streamed to the worker.
 
-Contract: it is held to its end, or until its worker can be chosen (`routing.inspect.large_body`).
+Contract: it is held to its end, or until its worker can be chosen (`upstream.fleet_requirements`).
 While it is streamed, at most one chunk is in memory, the client is read only when the worker has
 accepted all previous bytes, and there is no retry after the first byte sent. `[server]
 max_held_bytes` bounds the bytes held by all requests together.

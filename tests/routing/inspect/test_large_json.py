@@ -3,7 +3,7 @@ import json
 import pytest
 
 from omni_proxy.config.fields import CAPABILITIES
-from omni_proxy.routing.inspect.large_body import check_large_body
+from omni_proxy.dataplane.upstream.fleet_requirements import check_large_body
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES, PREFIX_BYTES
 from omni_proxy.routing.inspect.prefix_text import prefix_text
 from omni_proxy.routing.inspect.requirements import RequestFacts, inspect_request

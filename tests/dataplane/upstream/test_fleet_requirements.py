@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.inspect.large_body import requirements_of_beginning
+from omni_proxy.dataplane.upstream.fleet_requirements import requirements_of_beginning
 from omni_proxy.routing.inspect.requirements import (
     RequestFacts,
     inspect_request,
