@@ -28,12 +28,12 @@ from omni_proxy.routing.inspect.body_fields import (
     as_utf8,
     is_list,
     is_truthy,
+    keyed_value,
     read_text,
     read_value,
     starts_with,
 )
 from omni_proxy.routing.inspect.json_splice import find_members, splice_parts
-from omni_proxy.routing.inspect.keyed_text import keyed_value
 from omni_proxy.routing.inspect.large_json import JsonMember, key_text
 from omni_proxy.routing.inspect.requirements import (
     ANY_RANK,

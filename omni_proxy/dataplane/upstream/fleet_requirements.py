@@ -17,8 +17,7 @@ from typing import Final, NamedTuple, Protocol
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.routing.inspect.affinity_key import AffinityKeyReader, session_key
-from omni_proxy.routing.inspect.body_fields import form_fields
-from omni_proxy.routing.inspect.keyed_text import keyed_fields
+from omni_proxy.routing.inspect.body_fields import form_fields, keyed_fields
 from omni_proxy.routing.inspect.requirements import (
     STREAMING,
     HeadFacts,

@@ -17,7 +17,7 @@ from omni_proxy.config.fields import Role
 from omni_proxy.config.schema import DisaggregationConfig, RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.cluster_hints import ClusterHints
-from omni_proxy.routing.inspect.keyed_text import KeyedBodyFields
+from omni_proxy.routing.inspect.body_fields import KeyedBodyFields
 from omni_proxy.routing.inspect.prefix_text import LIMIT, TOKENS, prompt_bytes
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.kv_events.block_index import BlockIndex

@@ -2,15 +2,18 @@
 
 Invariant: `BodyFields` refers to the bytes that it was read from and stores almost nothing else; a
 value is decoded when it is used. Reading a body takes time linear in its length. Accepts what
-Python's JSON reader accepts (NaN, UTF-16), as workers do. Source: note:omni-router 7.
+Python's JSON reader accepts (NaN, UTF-16), as workers do. The named keys of configured routes and
+of /v1/responses are read instead of fixed fields; then every body gives fields, and a key that is
+missing or nested too deeply gives none. Source: note:omni-router 7.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -314,6 +317,78 @@ def read_rids(raw: msgspec.Raw) -> tuple[str, ...]:
         text for text in texts
         if text and len(text) <= MAX_REQUEST_ID_CHARS and text.isprintable()
     )  # fmt: skip
+
+
+# Named keys, which may be dotted (`input.text`). A value may be a text, token ids, a list of
+# either, parts with a `text`, or messages with a role and content.
+
+_decode_object: Callable[[msgspec.Raw], dict[str, msgspec.Raw]] = msgspec.json.Decoder(
+    dict[str, msgspec.Raw]
+).decode
+KeyedValue = tuple[str, msgspec.Raw]
+# With one of these keys an engine caches the same tokens separately.
+CACHED_APART: Final = ("lora_path", "cache_salt", "extra_key")
+
+
+class KeyedBodyFields(BodyFields, gc=False):
+    """A body whose text is the values of some keys, in this order."""
+
+    keyed: tuple[KeyedValue, ...] = ()
+
+
+def keyed_fields(body: bytes, keys: Sequence[str]) -> KeyedBodyFields:
+    """The fields refer to `body`; they are empty if it is not a JSON object in UTF-8."""
+    values = dict(_values(body, (*dict.fromkeys(keys), *CACHED_APART)))
+    keyed = tuple((key, values[key]) for key in dict.fromkeys(keys) if key in values)
+    lora_path, cache_salt, extra_key = (values.get(name, ABSENT) for name in CACHED_APART)
+    return KeyedBodyFields(
+        keyed=keyed, lora_path=lora_path, cache_salt=cache_salt, extra_key=extra_key
+    )
+
+
+def keyed_value(body: bytes, key: str) -> msgspec.Raw:
+    """The value of one key, empty if it is missing."""
+    return next((value for _, value in _values(body, (key,))), ABSENT)
+
+
+def _values(body: bytes, keys: tuple[str, ...]) -> Iterator[KeyedValue]:
+    try:
+        top = _top_reader(keys)(body)
+    except MALFORMED:
+        return
+    for key in keys:
+        name, *below = key.split(".")
+        value = _below(top[name], below)
+        if is_given(value):
+            yield key, value
+
+
+def _below(value: msgspec.Raw, names: Sequence[str]) -> msgspec.Raw:
+    for name in names:
+        if not starts_with(value, b"{"):
+            return ABSENT
+        try:
+            value = _decode_object(value).get(name, ABSENT)
+        except MALFORMED:
+            return ABSENT
+    return value
+
+
+@lru_cache(maxsize=256)
+def _top_reader(keys: tuple[str, ...]) -> Callable[[bytes], dict[str, msgspec.Raw]]:
+    """A reader for the top-level values of the (dotted) keys; all others are skipped."""
+    names = sorted({key.partition(".")[0] for key in keys})
+    by_field = {f"value_{number}": name for number, name in enumerate(names)}
+    fields = [(field, msgspec.Raw, ABSENT) for field in by_field]
+    decode = msgspec.json.Decoder(
+        msgspec.defstruct("KeyedValues", fields, rename=by_field, gc=False)
+    ).decode
+
+    def read(body: bytes) -> dict[str, msgspec.Raw]:
+        decoded = decode(body)
+        return {name: getattr(decoded, field) for field, name in by_field.items()}
+
+    return read
 
 
 # Multipart forms: the fields `model` and `stream`, found by a bounded scan. A malformed form gives

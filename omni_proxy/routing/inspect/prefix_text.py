@@ -18,6 +18,7 @@ from omni_proxy.routing.inspect.body_fields import (
     ABSENT,
     CONSTANT_GROWTH,
     BodyFields,
+    KeyedBodyFields,
     NonStandardBodyFields,
     is_given,
     is_list,
@@ -26,7 +27,6 @@ from omni_proxy.routing.inspect.body_fields import (
     restore_constants,
     starts_with,
 )
-from omni_proxy.routing.inspect.keyed_text import KeyedBodyFields
 from omni_proxy.shared.decoding import MALFORMED
 
 LIMIT = 64 * 1024  # bytes; later text hardly changes where a prefix is cached

@@ -19,11 +19,11 @@ import msgspec
 from omni_proxy.routing.inspect.body_fields import (
     ABSENT,
     BodyFields,
+    KeyedBodyFields,
     NonStandardBodyFields,
     is_given,
     starts_with,
 )
-from omni_proxy.routing.inspect.keyed_text import KeyedBodyFields
 from omni_proxy.routing.inspect.requirements import MEDIA, Requirements
 from omni_proxy.routing.token_id_text import without_spaces
 

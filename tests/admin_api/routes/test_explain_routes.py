@@ -6,8 +6,8 @@ import trio
 from omni_proxy.admin_api.routes.explain_routes import top_of
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import RoutingConfig
-from omni_proxy.routing.disaggregation.pick_record import Candidate, PickRecord
-from omni_proxy.routing.inspect.keyed_text import keyed_fields
+from omni_proxy.routing.disaggregation.explanation import Candidate, PickRecord
+from omni_proxy.routing.inspect.body_fields import keyed_fields
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, SLICE_BYTES
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.model_aliases import ModelAliases

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.inspect.body_fields import decode_body
-from omni_proxy.routing.inspect.keyed_text import keyed_fields, keyed_value
+from omni_proxy.routing.inspect.body_fields import decode_body, keyed_fields, keyed_value
 from omni_proxy.routing.inspect.prefix_text import LIMIT, prefix_text
 
 JSON = st.recursive(

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.routing.inspect import prompt_tokens as tested
-from omni_proxy.routing.inspect.body_fields import decode_body
-from omni_proxy.routing.inspect.keyed_text import keyed_fields
+from omni_proxy.routing.inspect.body_fields import decode_body, keyed_fields
 from omni_proxy.routing.inspect.prompt_tokens import join_token_ids, token_id_list
 from omni_proxy.routing.inspect.requirements import IMAGE, Requirements
 from omni_proxy.routing.kv_events.block_keys import encode_token_ids
