@@ -9,6 +9,7 @@ note:features 2.6.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Final, Literal, Protocol
 
@@ -42,13 +43,24 @@ from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.dataplane.upstream.response_reports import learn_from, prediction_of_leg
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
 from omni_proxy.routing.cache_prediction import CachePrediction
-from omni_proxy.routing.kv_connectors.transfer_errors import names_transfer
 from omni_proxy.wire.errors import HttpError, UpstreamError
 from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.response import UpstreamProtocolError
 
 MAX_ERROR_BYTES: Final = 1024 * 1024
 MAX_KEPT_BYTES: Final = 64 * 1024 * 1024  # log probabilities of a long prompt
+LOOK_BYTES: Final = 16384  # searched in an error's text
+# SGLang: `KVTransferError` (disaggregation/base), "Failed to get bootstrap", "bootstrap room", the
+# session errors of its Mooncake and NIXL backends. vLLM: the classes and log lines of its NIXL and
+# Mooncake connectors, "handshake", "KV load failure" (kv_load_failure_policy).
+MARKS: Final = (
+    "KVTransferError", "kv transfer", "kv_transfer", "KV load", "KVPoll", "bootstrap", "handshake",
+    "nixl", "mooncake", "remote_block_ids", "prefill instance", "decode instance",
+)  # fmt: skip
+_MARKS: Final = re.compile(b"|".join(re.escape(mark.encode()) for mark in MARKS), re.IGNORECASE)
+_ERROR_EVENT: Final = re.compile(
+    rb'^data: ?\{.{0,400}?"error" *+: *+(?!null)', re.MULTILINE | re.DOTALL
+)
 
 Leg = Literal["prefill", "decode"]
 
@@ -83,6 +95,22 @@ def failure_of_response(
     failure.response = response
     failure.is_transfer = names_transfer(status, response.chunk)
     return failure
+
+
+# Errors of KV transfers must not count as failures of either engine of the pair: a transfer fails
+# because of the network, or because the other engine is down, and outlier ejection by such errors
+# would empty both pools. An error counts as one only if its text names the transfer.
+
+
+def names_transfer(status: int, body: bytes) -> bool:
+    """Whether this response is an error of the KV transfer."""
+    return status >= 500 and _MARKS.search(body[:LOOK_BYTES]) is not None
+
+
+def is_transfer_event(events: bytes) -> bool:
+    """Whether the first bytes of an event stream are an error of the KV transfer."""
+    look = events[:LOOK_BYTES]
+    return _ERROR_EVENT.search(look) is not None and _MARKS.search(look) is not None
 
 
 class Interruptible(Protocol):

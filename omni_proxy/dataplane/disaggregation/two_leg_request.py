@@ -42,6 +42,7 @@ from omni_proxy.dataplane.disaggregation.prefill_leg import (
     PairFailed,
     PrefillLeg,
     failure_of_response,
+    is_transfer_event,
 )
 from omni_proxy.dataplane.engine_calls import EngineIdQuery, abort_at
 from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
@@ -62,7 +63,6 @@ from omni_proxy.routing.kv_connectors.sglang import (
     read_logprobs,
     sglang_legs,
 )
-from omni_proxy.routing.kv_connectors.transfer_errors import is_transfer_event
 from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.response import CLOSE, LENGTH, UpstreamProtocolError
 

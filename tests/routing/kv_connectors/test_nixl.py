@@ -17,7 +17,6 @@ from omni_proxy.routing.kv_connectors.nixl import (
     prefill_edits,
     read_params,
 )
-from omni_proxy.routing.kv_connectors.transfer_errors import is_transfer_event, names_transfer
 from tests.fleet.entries import entry, fleet_of
 
 LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens", "min_completion_tokens")
@@ -109,28 +108,3 @@ def test_an_engine_id_is_forgotten_when_the_engine_restarts():
 
 def test_the_bootstrap_address_of_an_ipv6_host_has_a_scheme_and_brackets():
     assert bootstrap_address("http://[::1]:30000", 8998) == "http://[::1]:8998"
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "transfer"),
-    [
-        (500, b"KVTransferError: the session is dead", True), (503, b"NIXL handshake failed", True),
-        (502, b"bootstrap room not found", True), (500, b"out of memory", False),
-        (400, b"bootstrap_room must be a number", False), (200, b"kv_transfer_params", False),
-    ],
-)  # fmt: skip
-def test_a_transfer_error_is_recognized_by_its_status_and_message(status, body, transfer):
-    assert names_transfer(status, body) == transfer
-
-
-@pytest.mark.parametrize(
-    ("events", "transfer"),
-    [
-        (b'data: {"error": {"message": "KVTransferError"}}\n\n', True),
-        (b'data: {"text": "a story of a bootstrap"}\n\n', False),
-        (b'data: {"error": {"message": "out of memory"}}\n\n', False),
-        (b'data: {"error": null, "text": "the bootstrap of a compiler"}\n\n', False),
-    ],
-)
-def test_an_error_event_of_a_transfer_is_recognized(events, transfer):
-    assert is_transfer_event(events) == transfer
