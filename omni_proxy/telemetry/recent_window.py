@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.disaggregation.pick_record import PickRecord
+from omni_proxy.routing.disaggregation.explanation import PickRecord
 from omni_proxy.telemetry.histogram import FINE, quantile
 
 if TYPE_CHECKING:

@@ -23,8 +23,11 @@ from omni_proxy.dataplane.upstream.fleet_requirements import (
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.disaggregation.explanation import PlacementExplanation, explain_placement
-from omni_proxy.routing.disaggregation.pick_record import PickRecord
+from omni_proxy.routing.disaggregation.explanation import (
+    PickRecord,
+    PlacementExplanation,
+    explain_placement,
+)
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, LargeJsonFields, walk_large_json
 from omni_proxy.routing.inspect.requirements import (
     RequestFacts,

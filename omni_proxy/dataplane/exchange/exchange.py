@@ -15,7 +15,7 @@ from omni_proxy.dataplane.exchange.request_trace import RequestTrace
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.disaggregation.pick_record import PickRecord
+from omni_proxy.routing.disaggregation.explanation import PickRecord
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.routes import Route
 

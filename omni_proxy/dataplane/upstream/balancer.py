@@ -19,7 +19,7 @@ from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import FAILED, Worker, WorkerLoad
-from omni_proxy.routing.disaggregation.errors import held_for_update, no_pair_error
+from omni_proxy.routing.disaggregation.explanation import next_record, record_pick
 from omni_proxy.routing.disaggregation.pairing import (
     Pairing,
     Placement,
@@ -30,7 +30,7 @@ from omni_proxy.routing.disaggregation.pairing import (
     pick_from_last_pools,
     pick_placement,
 )
-from omni_proxy.routing.disaggregation.pick_record import next_record, record_pick
+from omni_proxy.routing.disaggregation.partners import held_for_update, no_pair_error
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.affinity_key import AffinityKeyReader
 from omni_proxy.routing.inspect.requirements import Requirements

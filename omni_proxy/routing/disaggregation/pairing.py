@@ -21,8 +21,7 @@ from omni_proxy.config.schema import DisaggregationConfig
 from omni_proxy.fleet.engine_load import EngineLoads
 from omni_proxy.fleet.registry import CANDIDATE_LISTS, Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.disaggregation.errors import no_pair_error
-from omni_proxy.routing.disaggregation.partners import Pools, alone, pair_up, pinned
+from omni_proxy.routing.disaggregation.partners import Pools, alone, no_pair_error, pair_up, pinned
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.pick import (

@@ -8,7 +8,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.upstream.balancer import CHOICES
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import SUCCEEDED
-from omni_proxy.routing.disaggregation.pick_record import BURST
+from omni_proxy.routing.disaggregation.explanation import BURST
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import entry, fleet_of

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.disaggregation.errors import held_for_update
 from omni_proxy.routing.disaggregation.explanation import explain_placement
 from omni_proxy.routing.disaggregation.pairing import (
     all_tried,
@@ -12,6 +11,7 @@ from omni_proxy.routing.disaggregation.pairing import (
     is_eligible,
     pick_from_last_pools,
 )
+from omni_proxy.routing.disaggregation.partners import held_for_update
 from omni_proxy.routing.inspect.body_fields import decode_body
 from omni_proxy.routing.inspect.prefix_text import LIMIT
 from omni_proxy.routing.routes import (

@@ -1,6 +1,6 @@
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import CAPABILITY_BITS
-from omni_proxy.routing.disaggregation.pick_record import (
+from omni_proxy.routing.disaggregation.explanation import (
     BURST,
     BURST_WORKERS,
     INTERVAL_SECS,
