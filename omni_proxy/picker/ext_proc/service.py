@@ -15,8 +15,13 @@ import trio
 
 from omni_proxy.config.schema import Config, ServerConfig
 from omni_proxy.dataplane.services import ExchangeServices
-from omni_proxy.picker.ext_proc.grpc_listener import GrpcTls
-from omni_proxy.picker.ext_proc.grpc_server import AsyncioThread, GrpcServer, Limits, ListenSettings
+from omni_proxy.picker.ext_proc.grpc_server import (
+    AsyncioThread,
+    GrpcServer,
+    GrpcTls,
+    Limits,
+    ListenSettings,
+)
 from omni_proxy.picker.ext_proc.picks import EnvoyPicks
 from omni_proxy.picker.picker import Picker
 from omni_proxy.runtime_config.config_store import ConfigStore

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from omni_proxy.picker.ext_proc.grpc_listener import GrpcAddress
+from omni_proxy.picker.ext_proc.grpc_server import GrpcAddress
 
 
 @pytest.fixture
