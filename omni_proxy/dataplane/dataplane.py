@@ -25,11 +25,10 @@ from omni_proxy.config.tables.keys import CallerKey
 from omni_proxy.dataplane.abort import abort_requests
 from omni_proxy.dataplane.accept.listeners import Listeners, PreparedListeners, ServedAt
 from omni_proxy.dataplane.admission.inflight import InFlight
-from omni_proxy.dataplane.admission.queue import Queue
-from omni_proxy.dataplane.admission.update_gate import UpdateGate, reasons_to_hold_sessions
+from omni_proxy.dataplane.admission.queue import Queue, UpdateGate, reasons_to_hold_sessions
 from omni_proxy.dataplane.downstream.connection import Connection
 from omni_proxy.dataplane.engine_calls import TokenizeCalls
-from omni_proxy.dataplane.exchange.observers import Recorders
+from omni_proxy.dataplane.exchange.exchange import Recorders
 from omni_proxy.dataplane.loop import timers
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.task import ClientDisconnected

@@ -1,5 +1,5 @@
 from omni_proxy.dataplane.admission.inflight cimport InFlight
-from omni_proxy.dataplane.exchange.observers cimport Recorders
+from omni_proxy.dataplane.exchange.exchange cimport Recorders
 from omni_proxy.dataplane.loop.event_loop cimport EventLoop
 from omni_proxy.dataplane.settings cimport Settings
 from omni_proxy.dataplane.upstream.balancer cimport Balancer

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.admission.queue import Queue
-from omni_proxy.dataplane.exchange.observers import Recorders
+from omni_proxy.dataplane.exchange.exchange import Recorders
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.timers import Timers
 from omni_proxy.dataplane.settings import Settings

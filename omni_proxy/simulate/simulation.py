@@ -20,13 +20,11 @@ from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.admission.inflight import InFlight
-from omni_proxy.dataplane.admission.queue import Queue
-from omni_proxy.dataplane.admission.update_gate import UpdateGate, reasons_to_hold_sessions
+from omni_proxy.dataplane.admission.queue import Queue, UpdateGate, reasons_to_hold_sessions
 from omni_proxy.dataplane.attempt.attempt import AttemptFailed
 from omni_proxy.dataplane.attempt.outlier_reports import report_failure, report_success
 from omni_proxy.dataplane.attempt.retry import RetryState
-from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.observers import Recorders
+from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders
 from omni_proxy.dataplane.exchange_io import PUBLIC, ExchangeIO
 from omni_proxy.dataplane.finalize import finalize
 from omni_proxy.dataplane.loop.stream import IoTask, Stream

@@ -50,7 +50,6 @@ MODULES = (
     "omni_proxy.dataplane.loop.sockets",
     "omni_proxy.dataplane.loop.stream",
     "omni_proxy.dataplane.exchange.exchange",
-    "omni_proxy.dataplane.exchange.observers",
     "omni_proxy.dataplane.exchange_io",
     "omni_proxy.dataplane.finalize",
     "omni_proxy.dataplane.drivers.exchange_steps",

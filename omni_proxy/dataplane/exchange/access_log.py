@@ -12,8 +12,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.observers import Recorders
+from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.shared.log_text import ascii_json, escape_match

@@ -16,3 +16,7 @@ cdef class Exchange:
     cdef public object weight_version, worker_seen, candidates, outcome, ended_by, error, phase
 
     cpdef recycle(self, double now)
+
+
+cdef class Recorders:
+    cdef public object access_log, spans, route_log, meters

@@ -1,12 +1,15 @@
-"""One request with its response as data: its state and its result.
+"""One request with its response as data: its state and its result; and the interfaces of what
+observes it: log sinks, metrics and the recorder of gaps.
 
-Invariant: nothing here does I/O or reads a clock. The event loop (fast path) and the coroutine of
-the connection write the same object, one after the other; `finalize` reads it at the end.
+Invariant: nothing here does I/O, reads a clock, counts or logs. The event loop (fast path) and the
+coroutine of the connection write the same object, one after the other; `finalize` reads it at the
+end. An observer neither waits nor fails, and keeps no reference to an exchange. `Recorders` has the
+current ones; a reload replaces them.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -166,3 +169,58 @@ class TwoLegs(msgspec.Struct, gc=False, eq=False):
     begun: bool = False  # the leg runs, and will release its own worker
     rid: str = ""  # the request id for SGLang's engines
     transfer_failures: int = 0  # failed transfers of the KV cache
+
+
+class LineSink(Protocol):
+    """Accepts log lines without waiting; drops a line that it can't store."""
+
+    def write(self, record: bytes) -> None: ...
+
+
+class GapRecorder(Protocol):
+    """Counts seconds between two chunks of a response. Callers append them to `late`, and call
+    `sort_in` when there are many."""
+
+    late: list[float]
+
+    def sort_in(self) -> None:
+        """Count and clear `late`, which stays the same list."""
+
+
+class RequestObserver(Protocol):
+    """Counts exchanges that have ended, and some events of running ones."""
+
+    def record(self, exchange: Exchange, worker: Worker | None) -> None: ...
+
+    def note_trace(self, exchange: Exchange, worker: Worker | None) -> None:
+        """The exchange has ended, and its trace is sampled."""
+
+    def record_prefill(self, exchange: Exchange, worker: Worker) -> None:
+        """A prefill leg succeeded."""
+
+    def gap_histogram(self, exchange: Exchange) -> GapRecorder | None: ...
+
+    def count_target(self, alias: str, target: str) -> None: ...
+
+    def count_cached(self, worker: Worker, predicted: int, reported: int) -> None:
+        """Count prompt tokens that were predicted to be cached, and that the worker reported."""
+
+
+class Recorders:
+    """The current observers; None for one that is disabled."""
+
+    def __init__(self) -> None:
+        self.access_log: LineSink | None = None
+        self.spans: LineSink | None = None
+        self.route_log: LineSink | None = None
+        self.meters: RequestObserver | None = None
+
+
+class UnobservedGaps:
+    """A `GapRecorder` that discards the gaps, so that the relay needs no check."""
+
+    def __init__(self) -> None:
+        self.late: list[float] = []
+
+    def sort_in(self) -> None:
+        self.late.clear()

@@ -16,8 +16,7 @@ from collections.abc import Callable, Generator
 from math import inf
 from typing import Any, Final, Protocol
 
-from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.observers import GapRecorder, UnobservedGaps
+from omni_proxy.dataplane.exchange.exchange import Exchange, GapRecorder, UnobservedGaps
 from omni_proxy.dataplane.exchange.request_id import REQUEST_ID_NAME
 from omni_proxy.dataplane.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.stream import READ_BYTES, Stream

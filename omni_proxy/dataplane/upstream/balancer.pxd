@@ -1,7 +1,6 @@
 cimport cython
 
-from omni_proxy.dataplane.exchange.exchange cimport Exchange
-from omni_proxy.dataplane.exchange.observers cimport Recorders
+from omni_proxy.dataplane.exchange.exchange cimport Exchange, Recorders
 from omni_proxy.fleet.registry cimport Fleet
 from omni_proxy.fleet.worker cimport WorkerLoad
 from omni_proxy.routing.inspect.requirements cimport Requirements

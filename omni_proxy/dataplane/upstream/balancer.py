@@ -13,8 +13,7 @@ from math import inf
 from typing import Final
 
 from omni_proxy.config.schema import Config
-from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
-from omni_proxy.dataplane.exchange.observers import Recorders
+from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders, TwoLegs
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry

@@ -30,8 +30,7 @@ from omni_proxy.wire.load_report import (
 from omni_proxy.wire.request import RequestHead
 
 if TYPE_CHECKING:
-    from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
-    from omni_proxy.dataplane.exchange.observers import Recorders
+    from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders, TwoLegs
     from omni_proxy.routing.inspect.requirements import Requirements
 
 

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from omni_proxy.dataplane.exchange.access_log import access_text, write_logs
-from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.observers import Recorders
+from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders
 from omni_proxy.routing.inspect.requirements import Requirements
 from tests.fleet.entries import entry, fleet_of
 

@@ -1,2 +1,0 @@
-cdef class Recorders:
-    cdef public object access_log, spans, route_log, meters
