@@ -17,7 +17,7 @@ ALLOWED = {
     "omni_proxy.dataplane.loop.stream.flush": ENDS,
     "omni_proxy.dataplane.drivers.exchange_steps.respond_by_worker": "bounded by the tries of a request",
     "omni_proxy.simulate.simulation._respond": "bounded by the attempts of a request; there is no trio",
-    "omni_proxy.dataplane.websocket.connect.connect_worker": "bounded by the tries of a request",
+    "omni_proxy.dataplane.websocket_relay.connect_worker": "bounded by the tries of a request",
     "omni_proxy.dataplane.attempt.attempt._response_start": "`for_head` pauses",
     "omni_proxy.dataplane.loop.event_loop.run": "it runs trio's loop when trio needs it",
     "omni_proxy.dataplane.disaggregation.two_leg_request.first_response": "bounded by the tries of a request",

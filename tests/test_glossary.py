@@ -196,7 +196,7 @@ def test_no_public_class_name_is_used_in_two_files():
         ("slow start", "routing/policies/slow_start.py"),
         ("trainer group", "weight_sync/protocol/trainer_group.py"),
         ("abort", "dataplane/abort.py"),
-        ("websocket relay", "dataplane/websocket/relay.py"),
+        ("websocket relay", "dataplane/websocket_relay.py"),
         ("version constraint", "routing/version_constraint.py"),
     ],
 )

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 from omni_proxy.admin_ops.admin_route_table import is_known
 from omni_proxy.config.schema import Config
+from omni_proxy.dataplane import websocket_relay
 from omni_proxy.dataplane.admission.caller_admission import begin_call, check_models_form, reserve
 from omni_proxy.dataplane.attempt.attempt import AttemptFailed, SentRequest, run_attempt
 from omni_proxy.dataplane.attempt.outlier_reports import report_end, report_failure
@@ -40,7 +41,6 @@ from omni_proxy.dataplane.upstream.fleet_requirements import (
     pin_request,
     requirements_of_beginning,
 )
-from omni_proxy.dataplane.websocket import relay as websocket_relay
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES, ONE_PASS_BYTES, walk_large_json
 from omni_proxy.routing.inspect.model_field import walk_model_spans
 from omni_proxy.routing.inspect.requirements import (

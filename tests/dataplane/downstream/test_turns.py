@@ -6,7 +6,7 @@ from wsproto.utilities import generate_accept_token
 from omni_proxy.dataplane.loop.stream import READ_BYTES
 from omni_proxy.dataplane.loop.task import READS_PER_STEP
 from omni_proxy.dataplane.relay.request_body import CHUNKED_READ_BYTES
-from omni_proxy.dataplane.websocket.relay import CONFIG_READ_BYTES
+from omni_proxy.dataplane.websocket_relay import CONFIG_READ_BYTES
 from tests.dataplane.manual_loop import QUIET_SECS, ManualLoop, read_available
 
 CHUNKED = (

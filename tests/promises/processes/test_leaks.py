@@ -11,10 +11,10 @@ from itertools import chain
 import pytest
 import trio
 
+from omni_proxy.dataplane import websocket_relay
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ConnectionTask
-from omni_proxy.dataplane.websocket import relay
 from tests.promises.support.clients import post
 from tests.promises.support.dataplane_fixture import RunningDataPlane, run_dataplane
 from tests.promises.support.fakes import fake_workers
@@ -143,8 +143,8 @@ async def crowd(opened: RunningDataPlane, count: int, *kinds: Hostile) -> None:
 def _no_log_records_and_short_timeouts(monkeypatch, caplog):
     """Log records would count as leaked memory."""
     caplog.set_level("CRITICAL", logger="omni_proxy")
-    monkeypatch.setattr(relay, "SPEECH_CONFIG_SECS", 0.1)
-    monkeypatch.setattr(relay, "CLOSE_SECS", 0.1)
+    monkeypatch.setattr(websocket_relay, "SPEECH_CONFIG_SECS", 0.1)
+    monkeypatch.setattr(websocket_relay, "CLOSE_SECS", 0.1)
 
 
 @asynccontextmanager

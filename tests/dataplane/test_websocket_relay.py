@@ -19,7 +19,7 @@ from wsproto.events import (
     TextMessage,
 )
 
-from omni_proxy.dataplane.websocket import relay
+from omni_proxy.dataplane import websocket_relay
 from tests.dataplane.loop_script import until
 from tests.dataplane.speech_fixture import (
     CONFIG,
@@ -232,7 +232,7 @@ async def test_with_a_queue_a_session_waits_for_a_worker():
 
 
 async def test_a_silent_client_gets_a_config_timeout(monkeypatch):
-    monkeypatch.setattr(relay, "SPEECH_CONFIG_SECS", 0.01)
+    monkeypatch.setattr(websocket_relay, "SPEECH_CONFIG_SECS", 0.01)
     async with run_proxy(Worker(serve_speech)) as proxy, proxy.client() as client:
         error = await client.receive_error()
         assert error["message"] == "session.config was not received before timeout"

@@ -1,1 +1,0 @@
-"""Speech sessions over WebSocket: connecting to a worker, and the relay."""
