@@ -46,7 +46,7 @@ from omni_proxy.routing.cluster_hints import ClusterHints
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.kv_events.block_index import BlockIndex
-from omni_proxy.routing.kv_events.held_changes import PackedChanges, unpack_changes
+from omni_proxy.routing.kv_events.engine_blocks import PackedChanges, unpack_changes
 from omni_proxy.routing.policies import Policy, RandomBelow, build_policy
 from omni_proxy.routing.policies.session_load import Sessions
 from omni_proxy.routing.policies.sticky import Sticky

@@ -44,7 +44,7 @@ from omni_proxy.kv_events.messages import (
     UnsubscribeCommand,
 )
 from omni_proxy.multiprocess.ipc.channel import IpcChannel
-from omni_proxy.routing.kv_events.held_changes import ChangeOp, PackedChanges
+from omni_proxy.routing.kv_events.engine_blocks import ChangeOp, PackedChanges
 from omni_proxy.shared.child_process import program_argv, wait_or_kill
 from omni_proxy.wire.load_report import MAX_RANKS
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from omni_proxy.routing.kv_events.held_changes import PackedChanges
+from omni_proxy.routing.kv_events.engine_blocks import PackedChanges
 
 
 class SubscribeCommand(Struct, frozen=True, tag=True):

@@ -34,7 +34,7 @@ from omni_proxy.kv_events.messages import (
     UnsubscribeCommand,
 )
 from omni_proxy.multiprocess.ipc.channel import MessageFrames, encode_frame
-from omni_proxy.routing.kv_events.held_changes import MAX_PACKED, HeldChange, pack_changes
+from omni_proxy.routing.kv_events.engine_blocks import MAX_PACKED, HeldChange, pack_changes
 from omni_proxy.routing.kv_events.publisher_state import PublisherState
 
 MAX_PAYLOAD_BYTES: Final = 64 * 1024 * 1024

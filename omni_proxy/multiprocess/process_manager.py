@@ -51,7 +51,7 @@ from omni_proxy.multiprocess.shared_memory.sessions import (
     shared_response_owners,
 )
 from omni_proxy.multiprocess.shared_memory.worker_counters import WorkerIds
-from omni_proxy.routing.kv_events.held_changes import PackedChanges
+from omni_proxy.routing.kv_events.engine_blocks import PackedChanges
 from omni_proxy.runtime_config.key_sources import KeySources
 from omni_proxy.telemetry.instruments import Instruments
 

@@ -25,7 +25,7 @@ from omni_proxy.routing.inspect.body_fields import decode_body
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.kv_events.block_keys import block_keys
-from omni_proxy.routing.kv_events.held_changes import (
+from omni_proxy.routing.kv_events.engine_blocks import (
     ChangeOp,
     HeldChange,
     pack_changes,

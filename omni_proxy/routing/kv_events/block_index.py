@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from omni_proxy.routing.holder_bits import lowest_free_bit, mask_of
 from omni_proxy.routing.kv_events.block_keys import PromptBlocks
-from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
+from omni_proxy.routing.kv_events.engine_blocks import ChangeOp, HeldChange
 from omni_proxy.routing.kv_events.tokenized_texts import TokenizedTexts
 
 # Tables by the lowest bits of the key, so that growing one never takes long.

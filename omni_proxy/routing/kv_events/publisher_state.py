@@ -19,7 +19,13 @@ from typing import Final
 
 from omni_proxy.fleet.worker import KvMode
 from omni_proxy.routing.kv_events.block_keys import extend_keys, root_key
-from omni_proxy.routing.kv_events.engine_blocks import MEDIA, EngineBlocks, NameReused
+from omni_proxy.routing.kv_events.engine_blocks import (
+    MEDIA,
+    ChangeOp,
+    EngineBlocks,
+    HeldChange,
+    NameReused,
+)
 from omni_proxy.routing.kv_events.event_payload import (
     ClearedEvent,
     DecodedBatch,
@@ -28,7 +34,6 @@ from omni_proxy.routing.kv_events.event_payload import (
     UndecodablePayload,
     decode_batch,
 )
-from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
 from omni_proxy.shared.backoff import Backoff
 
 MAX_HELD_BATCHES: Final = 10_000  # batches that arrive during a replay

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from omni_proxy.routing.kv_events import block_index as tested
 from omni_proxy.routing.kv_events.block_index import PREDICTED_SECS, BlockIndex
 from omni_proxy.routing.kv_events.block_keys import block_keys, extend_keys
-from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
+from omni_proxy.routing.kv_events.engine_blocks import ChangeOp, HeldChange
 from tests.routing.kv_events.published import blocks_of
 from tests.tree import ROOT
 

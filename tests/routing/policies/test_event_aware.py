@@ -8,7 +8,7 @@ from omni_proxy.routing.inspect.body_fields import BodyFields
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.kv_events.block_index import PREDICTED_SECS, BlockIndex
 from omni_proxy.routing.kv_events.block_keys import block_keys
-from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
+from omni_proxy.routing.kv_events.engine_blocks import ChangeOp, HeldChange
 from omni_proxy.routing.policies import build_policy
 from omni_proxy.routing.policies.event_aware import RECENT
 from tests.routing.policies.chats import chat, workers

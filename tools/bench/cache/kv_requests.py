@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 from omni_proxy.routing.inspect.body_fields import decode_body
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.kv_events.block_keys import block_keys
-from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
+from omni_proxy.routing.kv_events.engine_blocks import ChangeOp, HeldChange
 from tools.bench.data_plane.hand_driven import ANSWER, RECEIVE_BYTES, DrivenDataPlane
 from tools.bench.data_plane.instructions import instructions_of
 

@@ -27,7 +27,7 @@ import zmq
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.kv_events.event_follower import EventFollower
 from omni_proxy.routing.kv_events.block_index import BlockIndex
-from omni_proxy.routing.kv_events.held_changes import PackedChanges, unpack_changes
+from omni_proxy.routing.kv_events.engine_blocks import PackedChanges, unpack_changes
 from tools.bench.kv_events import BLOCK, fleet
 
 WORKERS, EVENT_BLOCKS = 8, 4
