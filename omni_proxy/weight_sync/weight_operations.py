@@ -41,8 +41,11 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
 from omni_proxy.weight_sync.delivery.service import VersionService
-from omni_proxy.weight_sync.operations.operation_history import OperationHistory
-from omni_proxy.weight_sync.operations.operation_queue import DetachedCalls, OperationQueue
+from omni_proxy.weight_sync.operations.operation_queue import (
+    DetachedCalls,
+    OperationHistory,
+    OperationQueue,
+)
 from omni_proxy.weight_sync.operations.rollback import Rollback, RollbackSource
 from omni_proxy.weight_sync.operations.runner import OperationRunner
 from omni_proxy.weight_sync.operations.version_probe import VersionProbe

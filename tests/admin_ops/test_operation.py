@@ -9,7 +9,7 @@ from omni_proxy.admin_ops.admin_route_table import BY_PATH, ROUTES, Kind
 from omni_proxy.admin_ops.engine_dialects import INIT
 from omni_proxy.admin_ops.operation import Operation, Step, WorkerOutcome, worker_dispositions
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.weight_sync.operations.operation_records import operation_record, worker_rows
+from omni_proxy.weight_sync.operations.operation_queue import operation_record, worker_rows
 
 APPLY = ("/end_weight_update", "/complete_weights_update", "/finish_weight_update")
 KINDS = st.sampled_from(("ok", "denied", "4xx", "5xx", "lost"))

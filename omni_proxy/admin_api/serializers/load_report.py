@@ -21,7 +21,7 @@ import trio
 from omni_proxy import __version__
 from omni_proxy.shared.log_text import MASK
 from omni_proxy.upstream_http.client import CallResult
-from omni_proxy.weight_sync.protocol.rank_layout import count_ranks
+from omni_proxy.weight_sync.protocol.requests import count_ranks
 
 _COUNTS = (
     "num_running_reqs", "num_waiting_reqs", "num_waiting_uncached_tokens", "num_total_reqs",

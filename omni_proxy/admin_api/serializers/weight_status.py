@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import trio
 
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.weight_sync.operations.operation_queue import OperationQueue
-from omni_proxy.weight_sync.operations.operation_records import operation_record
+from omni_proxy.weight_sync.operations.operation_queue import OperationQueue, operation_record
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 from omni_proxy.weight_sync.state_journal import StateJournal
 from omni_proxy.weight_sync.weight_operations import WeightOperations

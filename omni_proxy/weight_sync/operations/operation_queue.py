@@ -1,27 +1,31 @@
-"""The queue of operations that change workers, and detached calls that outlive their callers.
+"""Operations that change workers: their queue, calls that outlive their callers, JSON, history.
 
 Invariant of the queue: one operation runs at a time, in the order of arrival, and none while the
 configuration changes the fleet: each operation holds the configuration store's operation lock.
 
 Invariant of detached calls: a call runs in its own task, and cancelling the caller does not cancel
 it. A caller that repeats a call whose earlier caller has disconnected gets the result of the
-running call. Two callers that wait at the same time start two calls.
+running call. Two callers that wait at the same time start two calls. The records' keys are
+documented in docs/http.md; records and history must not change an operation.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Final
 
 import trio
 
 from omni_proxy.admin_ops.operation import Operation
-from omni_proxy.admin_ops.results import AdminResponse, refused
+from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, refused
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
-from omni_proxy.weight_sync.operations.operation_records import operation_record
 from omni_proxy.wire.errors import HttpError
 
+HISTORY_LENGTH: Final = 50
 Perform = Callable[[], Awaitable[AdminResponse]]
 
 
@@ -150,3 +154,70 @@ class OperationQueue:
             record = operation_record(self.current, now) if self.current else None
             error = HttpError(503, message, "update_in_progress", holder=record)
             raise error.with_headers(("retry-after", "1"))
+
+
+# JSON of operations: in GET /weights, in the history, and in the error after a wait.
+
+
+def operation_record(operation: Operation, now: float) -> dict[str, object]:
+    return {
+        "id": operation.id,
+        "path": operation.route.path,
+        "caller": operation.caller,
+        "step": operation.step.value,
+        "age_secs": round(now - operation.requested_at, 3),
+        "step_secs": round(now - operation.since, 3) if operation.since else 0.0,
+        "workers": worker_rows(operation),
+    }
+
+
+def worker_rows(operation: Operation) -> list[dict[str, object]]:
+    """A row for each target: waiting, called, or its result."""
+    return [
+        {"worker": url, **_progress(operation.results.get(url), called=operation.has_called)}
+        for url in operation.targets
+    ]
+
+
+def _progress(result: WorkerResult | None, *, called: bool) -> dict[str, object]:
+    if result is None:
+        return {"progress": "asked" if called else "waiting"}
+    if result.success:
+        return {"progress": "done", "seconds": result.secs}
+    return {"progress": "failed", "seconds": result.secs, "reason": result.reason}
+
+
+def _ignore(operation: Operation, response: AdminResponse, secs: float) -> None:
+    """The default `on_end`, used without tracing."""
+
+
+class OperationHistory:
+    """The last operations, newest last, and counters over all of them by path."""
+
+    def __init__(self) -> None:
+        self.rows: deque[dict[str, object]] = deque(maxlen=HISTORY_LENGTH)
+        self.ended: Counter[tuple[str, bool]] = Counter()  # by path and success
+        self.spent_secs: dict[str, float] = {}  # by path: sum of the times from request to end
+        # Called with each operation that ended, its response, and its duration in seconds.
+        self.on_end: Callable[[Operation, AdminResponse, float], None] = _ignore
+
+    def record(self, operation: Operation, response: AdminResponse) -> None:
+        now = trio.current_time()
+        path = operation.route.path
+        self.ended[path, response.ok] += 1
+        self.spent_secs[path] = self.spent_secs.get(path, 0.0) + now - operation.requested_at
+        self.on_end(operation, response, now - operation.requested_at)
+        self.rows.append(
+            {
+                "id": operation.id,
+                "path": operation.route.path,
+                "caller": operation.caller,
+                "ended_at": datetime.now(UTC).isoformat(),
+                "secs": round(now - operation.requested_at, 3),
+                "http_status": response.status,
+                "success": response.ok,
+                "message": response.body.get("message"),
+                "weight_epoch": response.body.get("weight_epoch"),
+                "workers": worker_rows(operation),
+            }
+        )

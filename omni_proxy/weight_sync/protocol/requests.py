@@ -1,11 +1,12 @@
-"""Parses the bodies of a trainer's calls before anything is forwarded. Pure.
+"""Parses the bodies of a trainer's calls, and lays out the ranks of a group. Pure.
 
 Group calls (note:weight-sync 3.1): unknown keys are ignored; numbers may be strings. vLLM's weight
 transfer (note:features 3.2): `init_info` and `update_info` belong to the engines' backend (nccl,
 ipc, m2n and others). They are opaque except for the ranks: each worker gets its own `rank_offset`,
-and its own part of a list with an entry for each rank. Invariant: a body that parses here can't
-make a participant wait until the group's timeout. Errors are GroupError, with a message for the
-trainer.
+and its own part of a list with an entry for each rank. The participants' ranks are consecutive from
+the trainer's offset. Invariant: a body that parses here, with a layout that is returned, can't make
+a participant wait until the group's timeout. Errors of bodies are GroupError, those of a layout
+RankLayoutError, with a message for the trainer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from omni_proxy.process_group.rendezvous import NCCL, Rendezvous, validated_addr
 from omni_proxy.process_group.tensor_plan import ITEM_BYTES, GroupError, parse_plans
 from omni_proxy.shared.decoding import MALFORMED
 from omni_proxy.shared.engine_protocol import DEFAULT_WEIGHT_GROUP
-from omni_proxy.weight_sync.protocol.rank_layout import RankRange
 
 LARGE_BYTES: Final = 256 * 1024  # parsing more than this would block the event loop for too long
 
@@ -294,3 +294,56 @@ def _whole(info: Mapping[str, Any], key: str) -> int | None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
         raise GroupError(f"init_info.{key} must be a whole number, not {value!r}")
     return value
+
+
+# The ranks of a group's participants.
+
+
+def count_ranks(info: object) -> int:
+    """The number of ranks of a worker, from its /server_info; 1 if it reports none."""
+    size = info.get("tp_size") if isinstance(info, Mapping) else None
+    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else 1
+
+
+class RankLayoutError(ValueError):
+    """The ranks don't fit into the group; the message is for the caller that sent the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRange:
+    """The ranks of one participant: `rank_count` consecutive ones, starting at `offset`."""
+
+    name: str
+    rank_count: int
+    offset: int
+
+
+def assign_ranks(
+    rank_offset: int, world_size: int, rank_counts: Mapping[str, int]
+) -> tuple[RankRange, ...]:
+    """Assign ranges in the order of `rank_counts` (participant to rank count).
+
+    Raises RankLayoutError.
+    """
+    total = sum(rank_counts.values())
+    listing = ", ".join(f"{name}: {count}" for name, count in rank_counts.items())
+    if not rank_counts or min(rank_counts.values()) < 1:
+        raise RankLayoutError(
+            f"there must be a participant, and each needs at least one rank: {listing}"
+        )
+    if rank_offset < 1:
+        raise RankLayoutError(
+            f"rank_offset {rank_offset}: rank 0 is the trainer's, so it must be 1 or higher"
+        )
+    end = rank_offset + total
+    if end > world_size:
+        raise RankLayoutError(
+            f"rank_offset {rank_offset} + {total} ranks behind this endpoint ({listing}) = {end}, "
+            f"but world_size is {world_size}: a group with them needs at least {end}. The tp_size "
+            "of this endpoint's /server_info is the number of its ranks"
+        )
+    ranges, offset = [], rank_offset
+    for name, count in rank_counts.items():
+        ranges.append(RankRange(name, count, offset))
+        offset += count
+    return tuple(ranges)

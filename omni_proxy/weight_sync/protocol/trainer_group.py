@@ -19,8 +19,7 @@ from enum import StrEnum
 from typing import Final
 
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.weight_sync.protocol.rank_layout import RankRange
-from omni_proxy.weight_sync.protocol.requests import UpdateFlags
+from omni_proxy.weight_sync.protocol.requests import RankRange, UpdateFlags
 
 
 class SyncState(StrEnum):

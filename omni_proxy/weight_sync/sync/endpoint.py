@@ -33,9 +33,9 @@ from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.weight_sync.delivery.service import VersionService
-from omni_proxy.weight_sync.protocol.rank_layout import RankLayoutError
 from omni_proxy.weight_sync.protocol.requests import (
     TRANSFER_GROUP,
+    RankLayoutError,
     parse_group_name,
     parse_init,
     parse_object,

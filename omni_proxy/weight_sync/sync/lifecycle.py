@@ -24,8 +24,7 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.telemetry.metrics import SyncMetrics
 from omni_proxy.weight_sync.protocol.journal import JournalEntry
-from omni_proxy.weight_sync.protocol.rank_layout import RankRange
-from omni_proxy.weight_sync.protocol.requests import TRANSFER_GROUP
+from omni_proxy.weight_sync.protocol.requests import TRANSFER_GROUP, RankRange
 from omni_proxy.weight_sync.protocol.trainer_group import GroupOwner, SyncState, WeightSync
 from omni_proxy.weight_sync.state_journal import OperationContext, StateJournal
 from omni_proxy.weight_sync.sync import watchdog

@@ -40,8 +40,7 @@ from omni_proxy.weight_sync.protocol.participant_reports import (
     ReceiveProgress,
     parse_progress,
 )
-from omni_proxy.weight_sync.protocol.rank_layout import RankRange
-from omni_proxy.weight_sync.protocol.requests import TransferInit, TransferUpdate
+from omni_proxy.weight_sync.protocol.requests import RankRange, TransferInit, TransferUpdate
 from omni_proxy.weight_sync.worker_calls import OnResult, post_json
 
 PROGRESS_TIMEOUT_SECS: Final = 2.0

@@ -24,9 +24,11 @@ from omni_proxy.weight_sync.protocol.participant_reports import (
     with_bucket_count,
     with_ready_status,
 )
-from omni_proxy.weight_sync.protocol.rank_layout import RankRange, assign_ranks, count_ranks
 from omni_proxy.weight_sync.protocol.requests import (
     LARGE_BYTES,
+    RankRange,
+    assign_ranks,
+    count_ranks,
     parse_flags,
     parse_group_name,
     parse_init,

@@ -22,11 +22,12 @@ from omni_proxy.admin_ops.engine_dialects import (
 from omni_proxy.admin_ops.results import AdminResponse, WorkerResult
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import Call
-from omni_proxy.weight_sync.protocol.rank_layout import RankRange, assign_ranks
 from omni_proxy.weight_sync.protocol.requests import (
     TRANSFER_GROUP,
+    RankRange,
     TransferInit,
     UpdateFlags,
+    assign_ranks,
     parse_finish,
     parse_object,
     parse_transfer_init,

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.weight_sync.protocol.rank_layout import RankRange
-from omni_proxy.weight_sync.protocol.requests import UpdateFlags
+from omni_proxy.weight_sync.protocol.requests import RankRange, UpdateFlags
 from omni_proxy.weight_sync.protocol.trainer_group import (
     TRANSITIONS,
     GroupOwner,
