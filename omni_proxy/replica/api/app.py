@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Unpack
 
 from quart_trio import QuartTrio
 
-from omni_proxy.replica.api import openapi_document
+from omni_proxy.replica.api import metrics, openapi_document
 from omni_proxy.replica.api.common import cross_origin, errors
-from omni_proxy.replica.api.common.prompt_tokens import PromptTokens
 from omni_proxy.replica.api.openai import chat, completions, embeddings, transcriptions
 from omni_proxy.replica.api.route_context import AppOptions, RouteContext
 from omni_proxy.replica.api.sglang import (
     admin_operations,
     generate,
-    metrics,
     server_info,
     weight_routes,
 )
@@ -26,13 +24,13 @@ from omni_proxy.replica.api.speech import speech_routes, speech_socket, voices
 from omni_proxy.replica.api.vllm import (
     anthropic_messages,
     control_routes,
-    load_header,
     responses,
     token_generation,
     tokenize_routes,
     weight_transfer_routes,
 )
 from omni_proxy.replica.api.vllm.control_routes import EngineCalls
+from omni_proxy.replica.api.vllm.tokenize_routes import PromptTokens
 from omni_proxy.shared.asgi import match_only
 
 if TYPE_CHECKING:
@@ -86,5 +84,5 @@ def build_app(context: RouteContext) -> QuartTrio:
         control_routes.mount(app, context, engine)
         weight_transfer_routes.mount(app, context, engine, alone=context.dialect == "vllm")
         token_generation.mount(app, context)
-        load_header.mount(app, context)
+        metrics.add_load_header(app, context)
     return app

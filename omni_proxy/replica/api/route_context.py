@@ -3,7 +3,7 @@
 Invariant: only the counts in `meters` change while the app serves. The module imports no route, so
 that every route can import it. Names and units of metrics are SGLang's, so that its dashboards and
 routers can read them; every series has the label `model_name`. Times are those of the trio clock,
-in seconds. Gauges of the engine are in `sglang.metrics`.
+in seconds. Gauges of the engine are in `api.metrics`.
 """
 
 from __future__ import annotations

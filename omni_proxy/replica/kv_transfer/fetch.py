@@ -15,7 +15,6 @@ from torch import Tensor
 from omni_proxy.replica.kv_transfer.frame_stream import FrameStream
 from omni_proxy.replica.kv_transfer.tensors import byte_view, layer_buffer, layer_bytes, put_layer
 from omni_proxy.replica.kv_transfer.thread_messages import FetchOrder
-from omni_proxy.replica.kv_transfer.transfer_errors import TransferFailed
 from omni_proxy.replica.kv_transfer.transfer_settings import (
     TransferSettings,
     is_allowed,
@@ -25,6 +24,7 @@ from omni_proxy.replica.kv_transfer.wire import (
     FrameKind,
     Hello,
     Offer,
+    TransferFailed,
     WireError,
     frame,
     message,

@@ -10,11 +10,12 @@ from typing import Any, Self
 
 import trio
 
-from omni_proxy.replica.kv_transfer.transfer_errors import ConnectionEnded, TransferFailed
 from omni_proxy.replica.kv_transfer.wire import (
     HEADER,
+    ConnectionEnded,
     FrameKind,
     Refuse,
+    TransferFailed,
     WireError,
     header,
     parse,

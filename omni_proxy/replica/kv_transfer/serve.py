@@ -24,13 +24,13 @@ from omni_proxy.replica.kv_transfer.frame_stream import FrameStream
 from omni_proxy.replica.kv_transfer.request_fields import kept_key
 from omni_proxy.replica.kv_transfer.tensors import byte_view, layer_bytes, layer_of
 from omni_proxy.replica.kv_transfer.thread_messages import Leg, LegDone, LegFailed, LegMatched, Post
-from omni_proxy.replica.kv_transfer.transfer_errors import TransferFailed
 from omni_proxy.replica.kv_transfer.transfer_settings import TransferSettings
 from omni_proxy.replica.kv_transfer.wire import (
     FrameKind,
     Hello,
     Offer,
     Refuse,
+    TransferFailed,
     WireError,
     difference,
     frame,

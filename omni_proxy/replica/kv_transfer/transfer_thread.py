@@ -30,8 +30,8 @@ from omni_proxy.replica.kv_transfer.thread_messages import (
     Post,
     ThreadEnded,
 )
-from omni_proxy.replica.kv_transfer.transfer_errors import TransferFailed
 from omni_proxy.replica.kv_transfer.transfer_settings import TransferSettings
+from omni_proxy.replica.kv_transfer.wire import TransferFailed
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The protocol between decode and prefill replicas: frames on one TCP connection. Pure.
+"""The protocol between decode and prefill replicas on one TCP connection, and its errors. Pure.
 
     decode ──HELLO──> prefill        the requested KV, and decode's model and weights
            <──WAIT*── <──OFFER──     prefill is computing the KV; then the sizes to read
@@ -24,10 +24,20 @@ VERSION: Final = 1
 HEADER = struct.Struct(">4sHHI")
 MAX_BODY_BYTES: Final = 64 * 1024
 MAX_DATA_BYTES: Final = 2**31
+# Prefix of every error of a transfer in a response, named as in SGLang: routers look for it.
+KV_ERROR: Final = "KVTransferError"
 
 
 class WireError(Exception):
     """The peer does not follow this protocol; the connection is unusable."""
+
+
+class TransferFailed(Exception):
+    """A transfer failed; the message is the one for the client, without the prefix."""
+
+
+class ConnectionEnded(TransferFailed):
+    """The peer closed the connection, or the connection was lost."""
 
 
 class FrameKind(IntEnum):

@@ -15,8 +15,8 @@ from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.llama import BatchPart
 from omni_proxy.replica.models.tokenizer import Tokenizer, Utf8Stream
 from omni_proxy.replica.text.json_schema import Constraint
-from omni_proxy.replica.text.logit_processors import make_sampler
 from omni_proxy.replica.text.prompt import Prompt
+from omni_proxy.replica.text.sampling import make_sampler
 from omni_proxy.replica.text.stop_strings import StopStrings
 
 FinishReason = Literal["stop", "length", "abort"]

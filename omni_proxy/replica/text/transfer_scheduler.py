@@ -39,9 +39,8 @@ from omni_proxy.replica.kv_transfer.thread_messages import (
     ThreadEnded,
     TransferEvent,
 )
-from omni_proxy.replica.kv_transfer.transfer_errors import KV_ERROR
 from omni_proxy.replica.kv_transfer.transfer_thread import TransferThread
-from omni_proxy.replica.kv_transfer.wire import Identity
+from omni_proxy.replica.kv_transfer.wire import KV_ERROR, Identity
 from omni_proxy.replica.models.kv import PAGE_TOKENS, SequenceKV
 from omni_proxy.replica.pipeline.stage_messages import Emit, Result, StageFailure, StageInput
 from omni_proxy.replica.text.json_schema import CompiledConstraint

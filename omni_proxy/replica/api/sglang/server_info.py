@@ -24,6 +24,7 @@ from omni_proxy.replica.api.common.errors import (
     json_response,
     status_and_message,
 )
+from omni_proxy.replica.api.metrics import load_report, load_summary
 from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.api.sglang.admin_operations import (
     MODEL_FACTS,
@@ -31,7 +32,6 @@ from omni_proxy.replica.api.sglang.admin_operations import (
     model_facts,
     require_key,
 )
-from omni_proxy.replica.api.sglang.metrics import load_report, load_summary
 from omni_proxy.replica.kv_events.publisher_settings import sglang_source
 from omni_proxy.replica.pipeline.requests import GenerateRequest, RequestFailed, SamplingParams
 from omni_proxy.shared.engine_protocol import INSTANCE_HEADER

@@ -34,7 +34,6 @@ from omni_proxy.replica.api.common.kv_transfers import (
     with_transfers,
 )
 from omni_proxy.replica.api.common.lenient_decode import json_body, validate
-from omni_proxy.replica.api.common.prompt_tokens import PromptTokens
 from omni_proxy.replica.api.common.sse import (
     EVENT_STREAM_HEADERS,
     DeferredStream,
@@ -51,6 +50,7 @@ from omni_proxy.replica.api.openai.to_generate_request import (
     stop_strings,
 )
 from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.api.vllm.tokenize_routes import PromptTokens
 from omni_proxy.replica.api.vllm.vllm_errors import VllmError, error_kind, to_vllm_error, vllm_view
 from omni_proxy.replica.pipeline.requests import (
     CompletionResult,

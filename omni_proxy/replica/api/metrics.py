@@ -1,22 +1,32 @@
-"""GET /metrics, and the load report: the stages' gauges under SGLang's and vLLM's names.
+"""The engine's load: GET /metrics, SGLang's load report, and vLLM's load header.
 
-Invariant: a scrape uses the latest gauges of the stages and waits for none; a gauge that no stage
-reports is 0, so that every key is present. Counts are summed over the stages; of ratios, the
-maximum is used. Every series has the label `model_name`.
+Invariant: a scrape uses the latest gauges of the stages, under SGLang's and vLLM's names, and waits
+for none; a gauge that no stage reports is 0, so that every key is present. Counts are summed over
+the stages; of ratios, the maximum is used. Every series has the label `model_name`.
+A request with `endpoint-load-metrics-format: JSON` or `TEXT` gets a response header
+`endpoint-load-metrics` with the number of waiting requests and the share of the KV cache in use.
+Only non-streamed 200 responses of the completion routes have it, as in vLLM (note:real-engines
+5.3).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from prometheus_client import CONTENT_TYPE_LATEST, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
-from quart import Response
+from quart import Response, request
 from quart_trio import QuartTrio
 
 from omni_proxy.replica.api.route_context import RouteContext
+
+# Of a request and of its response, and the routes that have them.
+LOAD_FORMAT_HEADER: Final = "endpoint-load-metrics-format"
+LOAD_HEADER: Final = "endpoint-load-metrics"
+LOAD_HEADER_PATHS: Final = ("/v1/chat/completions", "/v1/completions")
 
 Stats = Mapping[str, Mapping[str, float]]
 
@@ -125,3 +135,27 @@ def mount(app: QuartTrio, context: RouteContext) -> None:
         return Response(generate_latest(registry), content_type=CONTENT_TYPE_LATEST)
 
     app.add_url_rule("/metrics", "metrics", metrics)
+
+
+def add_load_header(app: QuartTrio, context: RouteContext) -> None:
+    """vLLM's load header in the responses to requests that ask for it."""
+
+    async def add_load(response: Response) -> Response:
+        form = request.headers.get(LOAD_FORMAT_HEADER, "").strip().upper()
+        whole = response.status_code == 200 and response.mimetype == "application/json"
+        if form in ("JSON", "TEXT") and whole and request.path in LOAD_HEADER_PATHS:
+            response.headers[LOAD_HEADER] = f"{form} {_load_text(context, form)}"
+        return response
+
+    app.after_request(add_load)
+
+
+def _load_text(context: RouteContext, form: str) -> str:
+    stats = context.client.stats()
+    metrics = {
+        "kv_cache_usage_perc": max_over_stages(stats, "token_usage"),
+        "num_requests_waiting": sum_over_stages(stats, "num_waiting_reqs"),
+    }
+    if form == "JSON":
+        return json.dumps({"named_metrics": metrics})
+    return ", ".join(f"named_metrics.{name}={value}" for name, value in metrics.items())
