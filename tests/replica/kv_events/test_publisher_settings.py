@@ -15,7 +15,7 @@ from omni_proxy.replica.kv_events.publisher_settings import (
     vllm_sources,
 )
 from omni_proxy.replica.replica_command import serve_parser
-from omni_proxy.replica.stages.text_settings import parse_settings
+from omni_proxy.replica.stages.text import parse_settings
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.requests import GenerateRequest, RequestFailed, SamplingParams
 from omni_proxy.replica.pipeline.runtime import open_pipeline
-from omni_proxy.replica.stages import text_ranks
+from omni_proxy.replica.stages import text
 from omni_proxy.replica.stages.text import build
 from omni_proxy.replica.tp.group import RankLost
 from tests.processes import alive
@@ -84,7 +84,7 @@ async def test_the_followers_end_with_the_pipeline():
 
 
 def test_a_follower_that_cannot_start_is_reported_with_its_reason(monkeypatch):
-    monkeypatch.setattr(text_ranks, "FOLLOWER", "omni_proxy.replica.models.shard:Shard")
+    monkeypatch.setattr(text, "FOLLOWER", "omni_proxy.replica.models.shard:Shard")
     message = "rank 1 of stage decode is lost: TypeError: .*unexpected keyword argument"
     with pytest.raises(RankLost, match=message):
         build("decode", model="tiny", tp=2)
