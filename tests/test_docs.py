@@ -30,6 +30,7 @@ from omni_proxy.config.schema import (
     RoutingConfig,
     TimeoutsConfig,
 )
+from omni_proxy.replica import profile_report as profile
 from omni_proxy.replica import replica_command as replica
 from omni_proxy.replica.http_server import _app
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
@@ -37,7 +38,6 @@ from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.config import compile_plan, parse_pipeline
 from omni_proxy.replica.pipeline.coordination.coordinator import Coordinator
 from omni_proxy.replica.pipeline.runtime import Runtime
-from omni_proxy.replica.profiling import report as profile
 from omni_proxy.routing import routes
 from tests.admin_api.api_fixture import A, build_api, entry
 from tests.test_layers import LAYERS, PURE

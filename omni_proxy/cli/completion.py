@@ -80,8 +80,8 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     from omni_proxy.cli.flags.engine_commands import ENGINES
     from omni_proxy.cli.top import command as top
     from omni_proxy.cli.weights import command as weights
+    from omni_proxy.replica import profile_report as profile
     from omni_proxy.replica import replica_command as replica
-    from omni_proxy.replica.profiling import report as profile
 
     yield "serve", start_parsers.serve_parser()
     yield "init", init.parser()

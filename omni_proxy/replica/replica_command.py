@@ -206,7 +206,7 @@ class MissingPackageError(Exception):
 def main(argv: Sequence[str]) -> int:
     match list(argv):
         case ["profile", *rest]:
-            from omni_proxy.replica.profiling.report import main as profile
+            from omni_proxy.replica.profile_report import main as profile
 
             return profile(rest)
         case ["stage-process", *rest]:

@@ -22,7 +22,11 @@ from typing import Any, Protocol
 import trio
 
 from omni_proxy.replica.pipeline.config import StageConfig, import_dotted
-from omni_proxy.replica.pipeline.instrumentation import InstrumentedEmit, InstrumentedInbox
+from omni_proxy.replica.pipeline.instrumentation import (
+    STAGE_EVENTS,
+    InstrumentedEmit,
+    InstrumentedInbox,
+)
 from omni_proxy.replica.pipeline.stage_messages import (
     Abort,
     Emit,
@@ -38,7 +42,6 @@ from omni_proxy.replica.pipeline.stage_messages import (
     StreamChunk,
     Submit,
 )
-from omni_proxy.replica.profiling.recorder import STAGE_EVENTS
 
 log = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ from omni_proxy.replica.pipeline.coordination.delivery import (
 )
 from omni_proxy.replica.pipeline.coordination.request_flow import RequestFlow, Sends
 from omni_proxy.replica.pipeline.coordination.stage_operations import Aggregate, StageOperations
+from omni_proxy.replica.pipeline.instrumentation import EventRecorder
 from omni_proxy.replica.pipeline.requests import QueueFullError, RequestAborted, RequestFailed
 from omni_proxy.replica.pipeline.stage_messages import (
     Abort,
@@ -45,7 +46,6 @@ from omni_proxy.replica.pipeline.stage_messages import (
     StageStats,
     Submit,
 )
-from omni_proxy.replica.profiling.recorder import EventRecorder
 
 log = logging.getLogger(__name__)
 

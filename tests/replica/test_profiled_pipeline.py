@@ -9,7 +9,7 @@ from omni_proxy.replica.api.sglang import profile_routes
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.runtime import open_pipeline
-from omni_proxy.replica.profiling.report import main
+from omni_proxy.replica.profile_report import main
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "stream": True}
 KEY = {"Authorization": "Bearer k"}

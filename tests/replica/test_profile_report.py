@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.replica.profiling.recorder import EventRecorder
-from omni_proxy.replica.profiling.report import (
+from omni_proxy.replica.pipeline.instrumentation import EventRecorder
+from omni_proxy.replica.profile_report import (
     PAIRS,
     build_report,
     hop_rows,
