@@ -37,8 +37,7 @@ from omni_proxy.routing.policies.session_load import SessionRow
 from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.supervisor import Supervisor
-from omni_proxy.upgrade.channel import ChannelClosed, HandoverChannel
-from omni_proxy.upgrade.child_program import ENVIRONMENT
+from omni_proxy.upgrade.child_program import ENVIRONMENT, ChannelClosed, HandoverChannel
 from omni_proxy.upgrade.program_parts import ProgramParts
 from omni_proxy.upgrade.state import (
     FORMATS,

@@ -14,7 +14,7 @@ from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.launch.child_process import ReplicaRecord
 from omni_proxy.multiprocess.reuseport_group import GroupSockets
-from omni_proxy.upgrade.channel import ChannelClosed, HandoverChannel
+from omni_proxy.upgrade.child_program import ChannelClosed, HandoverChannel
 from omni_proxy.upgrade.incoming import Incoming, NoState, NotReady, take_state
 from omni_proxy.upgrade.state import (
     CommitMessage,

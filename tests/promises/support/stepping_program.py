@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from omni_proxy.cli import main
-from omni_proxy.upgrade.channel import HandoverChannel
+from omni_proxy.upgrade.child_program import HandoverChannel
 
 
 def wait_at_each_step(folder: Path) -> None:

@@ -73,7 +73,7 @@ async def test_a_shutdown_during_an_upgrade_leaves_no_program(tmp_path):
 EXITING = f"""
 import os, select, signal, socket, sys
 sys.path[:0] = {[str(Path(omni_proxy.__file__).parents[1]), *sys.path]!r}
-from omni_proxy.upgrade.channel import HandoverChannel
+from omni_proxy.upgrade.child_program import HandoverChannel
 from omni_proxy.upgrade.state import FORMATS, ReadyMessage, StartedMessage
 number = int(os.environ["OMNI_PROXY_UPGRADE"].split()[0])
 channel = HandoverChannel(socket.socket(fileno=number))

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from omni_proxy.upgrade.channel import ChannelClosed, HandoverChannel
+from omni_proxy.upgrade.child_program import ChannelClosed, HandoverChannel
 from omni_proxy.upgrade.state import CommitMessage, ReadyMessage, StartedMessage, UnreadableMessage
 
 
