@@ -32,8 +32,7 @@ from omni_proxy.replica.tp.group import (
     Vote,
     join_store,
 )
-from omni_proxy.replica.tp.kv_mirror import KVMirror
-from omni_proxy.replica.tp.sharded_model import RankWorker
+from omni_proxy.replica.tp.sharded_model import KVMirror, RankWorker
 from omni_proxy.replica.weights.live_tensors import DamagedWeightsError
 
 

@@ -56,9 +56,8 @@ from omni_proxy.replica.tp.group import (
     StepOverdue,
     step,
 )
-from omni_proxy.replica.tp.kv_mirror import KVJournal, MirroredKV
 from omni_proxy.replica.tp.rank_fanout import RankFanOut
-from omni_proxy.replica.tp.sharded_model import RankWorker, ShardedLlama
+from omni_proxy.replica.tp.sharded_model import KVJournal, MirroredKV, RankWorker, ShardedLlama
 from omni_proxy.shared.child_process import wait_or_kill_in_thread
 
 READY_SECS = 300.0  # for a follower to load its part

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from omni_proxy.replica.models.kv import KVShape, SequenceKV
-from omni_proxy.replica.tp.kv_mirror import KVJournal, KVMirror, MirroredKV
+from omni_proxy.replica.tp.sharded_model import KVJournal, KVMirror, MirroredKV
 from tests.example_counts import examples
 
 SHAPE = KVShape(layers=1, kv_heads=1, head_size=1, limit=200)
