@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from omni_proxy.process_group.broadcast.tensor_hashing import tensor_digest
 from omni_proxy.process_group.receiver import FileRegion, GroupError
 from omni_proxy.process_group.tensor_plan import parse_plans
-from omni_proxy.weight_sync.checksum import tensor_digest
 from tests.process_group.receiver_steps import (
     TENSORS,
     arm,

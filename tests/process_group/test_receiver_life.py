@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
+from omni_proxy.process_group.broadcast.tensor_hashing import tensor_digest
 from omni_proxy.process_group.receiver import CancelToken, GroupError, open_receiver
-from omni_proxy.weight_sync.checksum import tensor_digest
 from tests.process_group.receiver_steps import (
     LIMITS,
     arm,

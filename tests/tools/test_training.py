@@ -7,10 +7,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("tiktoken")
 
+from omni_proxy.process_group.broadcast.tensor_hashing import roll_up  # noqa: E402
 from omni_proxy.replica.api.vllm.weight_transfer_routes import ranked_checksums  # noqa: E402
 from omni_proxy.replica.models.shard import Shard  # noqa: E402
 from omni_proxy.replica.models.text_model import load_text_model  # noqa: E402
-from omni_proxy.weight_sync.checksum import roll_up  # noqa: E402
 from tests.http_server import Quiet, served  # noqa: E402
 from tools.training.arguments import deadline_of, parser, sync_options, understood  # noqa: E402
 from tools.training.buckets import FLATTENED, buckets_of  # noqa: E402

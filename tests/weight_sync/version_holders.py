@@ -9,7 +9,7 @@ import trio
 
 from omni_proxy.admin_ops.admin_route_table import BY_PATH
 from omni_proxy.config.schema import WeightSyncConfig
-from omni_proxy.weight_sync.checksum import roll_up
+from omni_proxy.process_group.broadcast.tensor_hashing import roll_up
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from tests.admin_api.api_fixture import A, B, build_api, entry
 from tests.weight_sync.operation_fixture import GatedEngines

@@ -21,7 +21,7 @@ from omni_proxy.cli.client.tls_options import (
     create_tls_context,
     explain_tls_error,
 )
-from omni_proxy.weight_sync.checksum import roll_up
+from omni_proxy.process_group.broadcast.tensor_hashing import roll_up
 
 SHORT_SECS = 60.0
 ABSENT = (404, 502)  # no such route: of a vLLM engine, and of a proxy if no engine has the route

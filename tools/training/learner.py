@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from omni_proxy.process_group.broadcast.tensor_hashing import roll_up, tensor_digest
 from omni_proxy.replica.models.llama import MLP, Attention, Batch, Llama, Span, rotary_tables
 from omni_proxy.replica.models.shard import Shard
 from omni_proxy.replica.models.text_model import TextModel, load_text_model
-from omni_proxy.weight_sync.checksum import roll_up, tensor_digest
 from tools.training.endpoint import digest_of_ranks
 
 if TYPE_CHECKING:

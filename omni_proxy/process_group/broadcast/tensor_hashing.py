@@ -1,14 +1,16 @@
-"""SHA-256 of each tensor, computed in separate threads while later tensors still arrive.
+"""Digests of weights, the same at replicas and the proxy, computed also while bytes still arrive.
 
-Invariant: a digest depends only on a tensor's name, dtype, shape and bytes, exactly as in
-note:api-server 3 (a test compares it with the checksum that replicas return).
+Invariant: a digest depends only on a tensor's name, type, shape and bytes, as note:api-server 3
+specifies (a test compares it with the checksum that replicas return). The type is hashed by its
+name, so names of another library give other digests. `TensorHasher` computes the SHA-256 of each
+tensor in separate threads while later tensors arrive. Torch is not imported.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from omni_proxy.process_group.tensor_plan import BroadcastMessage, TensorPlan, TensorSpec
@@ -19,6 +21,36 @@ if TYPE_CHECKING:
 # One core hashes more slowly than loopback transfers; a third thread would slow down the sender.
 THREADS: Final = 2
 READ_BYTES: Final = 8 << 20
+
+
+def tensor_digest(name: str, dtype: str, shape: Sequence[int], data: Buffer) -> str:
+    """Return the SHA-256 of one tensor, 64 lower-case hexadecimal digits.
+
+    `dtype` is the library's name of the type, such as "torch.bfloat16"; `data` holds the elements
+    in C order, little-endian, without gaps. Large data is hashed with the GIL released.
+    """
+    digest = hashlib.sha256(name.encode())
+    digest.update(dtype.encode())
+    digest.update(str(tuple(map(int, shape))).encode())
+    digest.update(data)
+    return digest.hexdigest()
+
+
+def start_tensor_digest(tensor: TensorSpec) -> hashlib._Hash:
+    """A digest of the tensor's name, dtype and shape; update it with its bytes in C order."""
+    digest = hashlib.sha256(tensor.name.encode())
+    digest.update(f"torch.{tensor.dtype}".encode())
+    digest.update(str(tensor.shape).encode())
+    return digest
+
+
+def roll_up(digests: Mapping[str, str]) -> str:
+    """Return one SHA-256 over the digests of all tensors, in the order of their names."""
+    digest = hashlib.sha256()
+    for name in sorted(digests):
+        digest.update(name.encode())
+        digest.update(digests[name].encode("ascii"))
+    return digest.hexdigest()
 
 
 class TensorHasher:
@@ -98,14 +130,6 @@ class TensorHasher:
         if self._messages_done != message:
             return nbytes if self._messages_done > message else 0
         return max(0, min(nbytes, self._final_bytes - start))
-
-
-def start_tensor_digest(tensor: TensorSpec) -> hashlib._Hash:
-    """A digest of the tensor's name, dtype and shape; update it with its bytes in C order."""
-    digest = hashlib.sha256(tensor.name.encode())
-    digest.update(f"torch.{tensor.dtype}".encode())
-    digest.update(str(tensor.shape).encode())
-    return digest
 
 
 def _locations(plan: TensorPlan) -> list[tuple[int, int]]:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omni_proxy.process_group.broadcast.tensor_hashing import roll_up, tensor_digest
 from omni_proxy.replica.weights.live_tensors import LiveTensors, WeightsError
-from omni_proxy.weight_sync.checksum import roll_up, tensor_digest
 
 ACTIONS = ("snapshot", "reset_tensors", "compare", "checksum")
 NO_SNAPSHOT = "weights_checker compare requires snapshot first"

@@ -21,10 +21,10 @@ import msgspec
 from msgspec import Struct
 
 from omni_proxy.admin_ops.results import WorkerResult
+from omni_proxy.process_group.broadcast.tensor_hashing import roll_up
 from omni_proxy.process_group.tensor_plan import ITEM_BYTES, TensorSpec
 from omni_proxy.shared.decoding import MALFORMED, decode_json_record
 from omni_proxy.shared.safetensors_format import MAX_HEADER_BYTES, TORCH_DTYPES
-from omni_proxy.weight_sync.checksum import roll_up
 
 STORED_DTYPES: Final = {name: stored for stored, name in TORCH_DTYPES.items()}
 LENGTH: Final = struct.Struct("<Q")

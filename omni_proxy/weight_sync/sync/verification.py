@@ -22,8 +22,8 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import INSTANCE_KEYS
+from omni_proxy.process_group.broadcast.tensor_hashing import roll_up
 from omni_proxy.upstream_http.client import Call, broadcast
-from omni_proxy.weight_sync.checksum import roll_up
 from omni_proxy.weight_sync.protocol.checksum_agreement import (
     OMNI,
     Digest,

@@ -1,13 +1,39 @@
+import hashlib
+import struct
 import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.process_group.broadcast.tensor_hashing import TensorHasher
+from omni_proxy.process_group.broadcast.tensor_hashing import TensorHasher, roll_up, tensor_digest
 from omni_proxy.process_group.tensor_plan import FLATTENED, ITEM_BYTES, make_plan, merge_plans
-from omni_proxy.weight_sync.checksum import tensor_digest
 
+# name, type, shape, bytes, digest
+KNOWN = [
+    (
+        "w", "torch.float32", (2, 2), struct.pack("<4f", 1, 0, 0, 1),
+        "609ed39266cfc1059e6faf45d258c2dcfe57a0ad76618f5877ac250684ac21a2",
+    ),
+    (
+        "v", "torch.float32", (3,), struct.pack("<3f", 1, 2, 3),
+        "cf7c65fc506e36358b3c93d857c33b72ebd62db04573d3e1d48131e7e0c07673",
+    ),
+    (
+        "s", "torch.bfloat16", (), bytes.fromhex("803f"),
+        "876272530fc6b3130d68567368489a5a30a5e0af4ff232857e640bb2240ff3bf",
+    ),
+    (
+        "b.w", "float32", (2, 3), struct.pack("<6f", *range(6)),
+        "797fe3c5893a2599d0feb0c403574bcbb97b307911f75e9d8bafcf66050b3003",
+    ),
+    (
+        "a.buf", "int64", (3,), struct.pack("<3q", 1, 2, 3),
+        "347982da2231025d4cbf687010c41db7b1f61cc61310a13139d1554385bb0afc",
+    ),
+]  # fmt: skip
+NAMES = st.text(st.characters(codec="utf-8"), max_size=12)
+SHAPES = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
 SPECS = st.lists(
     st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 9), max_size=3)),
     min_size=1,
@@ -70,3 +96,39 @@ def test_a_cancelled_hasher_leaves_no_thread_waiting(progress):
         if thread.name == "weights-digest-cancelled":
             thread.join(30)
             assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("name", "dtype", "shape", "data", "digest"), KNOWN)
+def test_a_tensor_has_the_digest_of_other_implementations(name, dtype, shape, data, digest):
+    assert tensor_digest(name, dtype, shape, data) == digest
+    assert tensor_digest(name, dtype, list(shape), memoryview(data)) == digest
+
+
+def test_a_rank_has_the_checksum_of_other_implementations():
+    digests = {name: digest for name, *_, digest in KNOWN if name in ("b.w", "a.buf")}
+    assert roll_up(digests) == "f59c9fb5c97c0cd9947946b66d8ecd98aafa415fdbd107f5d4dbf4f3f654677f"
+
+
+def test_the_checksum_of_no_tensors_is_the_hash_of_no_bytes():
+    assert roll_up({}) == hashlib.sha256(b"").hexdigest()
+
+
+@given(NAMES, st.sampled_from(["torch.float32", "torch.int8"]), SHAPES, st.binary(max_size=9000))
+def test_a_digest_equals_the_hash_of_the_joined_parts(name, dtype, shape, data):
+    whole = name.encode() + dtype.encode() + repr(shape).encode() + data
+    assert tensor_digest(name, dtype, shape, data) == hashlib.sha256(whole).hexdigest()
+
+
+@given(st.dictionaries(NAMES, st.binary(min_size=32, max_size=32).map(bytes.hex)), st.randoms())
+def test_a_roll_up_hashes_digests_in_the_order_of_names(digests, chance):
+    whole = "".join(name + digests[name] for name in sorted(digests, key=str))
+    shuffled = list(digests.items())
+    chance.shuffle(shuffled)
+    assert roll_up(dict(shuffled)) == hashlib.sha256(whole.encode()).hexdigest()
+
+
+@given(st.dictionaries(NAMES, st.binary(min_size=32, max_size=32).map(bytes.hex), min_size=1))
+def test_a_roll_up_depends_on_every_digest(digests):
+    name = min(digests)
+    other = digests | {name: digests[name].translate(str.maketrans("0123", "1230"))}
+    assert (roll_up(other) == roll_up(digests)) == (other == digests)

@@ -61,7 +61,7 @@ def versions_of(choice):
 
 
 async def checksum(client):
-    from omni_proxy.weight_sync.checksum import roll_up
+    from omni_proxy.process_group.broadcast.tensor_hashing import roll_up
 
     body = (await client.post("/weight_checker", json={"action": "checksum"})).json()
     return roll_up({name.split(":")[-1]: value for name, value in body["checksums"].items()})

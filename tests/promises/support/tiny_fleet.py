@@ -66,8 +66,8 @@ def weights_in(folder):
     """Writes a file of other weights; returns its path, and the checksum of a rank with them."""
     from safetensors.torch import save_file
 
+    from omni_proxy.process_group.broadcast.tensor_hashing import roll_up, tensor_digest
     from omni_proxy.replica.models import tiny
-    from omni_proxy.weight_sync.checksum import roll_up, tensor_digest
 
     tensors = {name: each.detach().clone() for name, each in tiny.build(7).named_parameters()}
     save_file(tensors, folder / "new.safetensors")

@@ -66,7 +66,7 @@ async def seen(running):
 
 async def digest_of(url):
     """Returns the checksum over all tensors of the replica, computed by the replica."""
-    from omni_proxy.weight_sync.checksum import roll_up
+    from omni_proxy.process_group.broadcast.tensor_hashing import roll_up
 
     async with httpx.AsyncClient(
         base_url=url, timeout=PATIENCE_SECS, trust_env=False, verify=False

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from omni_proxy.process_group.broadcast.tensor_hashing import roll_up, tensor_digest
 from omni_proxy.replica.models import tiny
 from omni_proxy.replica.pipeline.stage_messages import Admin, AdminResult, Result
 from omni_proxy.replica.stages.text import build
-from omni_proxy.weight_sync.checksum import roll_up, tensor_digest
 from tests.replica.text.scheduler_harness import Loop, submission
 
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
+from omni_proxy.process_group.broadcast.tensor_hashing import roll_up, tensor_digest
 from omni_proxy.replica.models import tiny
 from omni_proxy.replica.weights.checker import WeightsChecker, digest_of
 from omni_proxy.replica.weights.live_tensors import LiveTensors, WeightsError
-from omni_proxy.weight_sync.checksum import roll_up, tensor_digest
 from tests.replica.weights.stage_fixture import checksum_of, weights_of
 
 LAYOUT = {"tp_size": 1, "rank": 0}

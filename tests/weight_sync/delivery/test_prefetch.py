@@ -116,7 +116,7 @@ async def test_a_bucket_is_prefetched_while_the_next_one_is_received(running, po
 
 
 def _digest(name, tensor):
-    from omni_proxy.weight_sync.checksum import tensor_digest
+    from omni_proxy.process_group.broadcast.tensor_hashing import tensor_digest
 
     raw = tensor.view(-1).view(torch.uint8).numpy().tobytes()
     return tensor_digest(name, str(tensor.dtype), tensor.shape, raw)

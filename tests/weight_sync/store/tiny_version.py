@@ -13,8 +13,8 @@ from omni_proxy.process_group.tensor_plan import make_plan
 
 def tiny_version(store, seed, *, files=1, digests=True):
     """A sealed version with its tensors in this number of files."""
+    from omni_proxy.process_group.broadcast.tensor_hashing import tensor_digest
     from omni_proxy.replica.models import tiny
-    from omni_proxy.weight_sync.checksum import tensor_digest
 
     tensors = {
         n: parameter.detach().contiguous() for n, parameter in tiny.build(seed).named_parameters()

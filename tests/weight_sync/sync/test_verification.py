@@ -3,7 +3,7 @@
 import pytest
 
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.weight_sync.checksum import roll_up
+from omni_proxy.process_group.broadcast.tensor_hashing import roll_up
 from omni_proxy.weight_sync.store.manifest import HeaderRow, Manifest, StoredVersion
 from omni_proxy.weight_sync.sync.verification import cached_proof
 from tests.admin_api.api_fixture import A, B

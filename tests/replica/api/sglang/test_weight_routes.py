@@ -6,9 +6,9 @@ import torch
 import trio
 from safetensors.torch import save, save_file
 
+from omni_proxy.process_group.broadcast.tensor_hashing import roll_up, tensor_digest
 from omni_proxy.replica.models import tiny as tiny_model
 from omni_proxy.replica.weights import checker
-from omni_proxy.weight_sync.checksum import roll_up, tensor_digest
 from tests.replica.api.api_fixture import MESSAGES
 
 KEY = "sesame"
