@@ -13,7 +13,6 @@ import trio
 from torch import Tensor
 
 from omni_proxy.replica.kv_transfer.frame_stream import FrameStream
-from omni_proxy.replica.kv_transfer.tensors import byte_view, layer_buffer, layer_bytes, put_layer
 from omni_proxy.replica.kv_transfer.thread_messages import FetchOrder
 from omni_proxy.replica.kv_transfer.transfer_settings import (
     TransferSettings,
@@ -30,6 +29,7 @@ from omni_proxy.replica.kv_transfer.wire import (
     message,
     parse,
 )
+from omni_proxy.replica.models.kv import byte_view, layer_buffer, layer_bytes, put_layer
 
 CONNECT_SECS = 5.0
 SILENCE = 1.25  # longer than prefill's own wait, so that prefill reports why there is no KV

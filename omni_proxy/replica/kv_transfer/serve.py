@@ -22,7 +22,6 @@ import trio
 from omni_proxy.replica.kv_transfer.export_table import ClaimError, Export, ExportTable
 from omni_proxy.replica.kv_transfer.frame_stream import FrameStream
 from omni_proxy.replica.kv_transfer.request_fields import kept_key
-from omni_proxy.replica.kv_transfer.tensors import byte_view, layer_bytes, layer_of
 from omni_proxy.replica.kv_transfer.thread_messages import Leg, LegDone, LegFailed, LegMatched, Post
 from omni_proxy.replica.kv_transfer.transfer_settings import TransferSettings
 from omni_proxy.replica.kv_transfer.wire import (
@@ -37,6 +36,7 @@ from omni_proxy.replica.kv_transfer.wire import (
     message,
     parse,
 )
+from omni_proxy.replica.models.kv import byte_view, layer_bytes, layer_of
 
 log = logging.getLogger(__name__)
 

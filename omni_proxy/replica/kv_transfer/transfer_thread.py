@@ -21,7 +21,6 @@ import trio
 from omni_proxy.replica.kv_transfer.export_table import Export, ExportTable
 from omni_proxy.replica.kv_transfer.fetch import ByteBudget, Fetcher
 from omni_proxy.replica.kv_transfer.serve import TransferServer
-from omni_proxy.replica.kv_transfer.tensors import kv_bytes
 from omni_proxy.replica.kv_transfer.thread_messages import (
     Fetched,
     FetchFailed,
@@ -32,6 +31,7 @@ from omni_proxy.replica.kv_transfer.thread_messages import (
 )
 from omni_proxy.replica.kv_transfer.transfer_settings import TransferSettings
 from omni_proxy.replica.kv_transfer.wire import TransferFailed
+from omni_proxy.replica.models.kv import kv_bytes
 
 log = logging.getLogger(__name__)
 

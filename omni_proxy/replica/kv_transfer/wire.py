@@ -12,7 +12,9 @@ Invariant: a length above the bound of its kind is refused before a byte of the 
 
 from __future__ import annotations
 
+import hashlib
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final, TypeVar
 
@@ -137,6 +139,14 @@ def parse(body: bytes, form: type[Body]) -> Body:
         return msgspec.msgpack.decode(body, type=form)
     except (msgspec.DecodeError, ValueError) as error:
         raise WireError(f"an invalid {form.__name__} message: {error}") from None
+
+
+def prompt_digest(tokens: Sequence[int]) -> str:
+    """The digest of a prompt's token ids, by which both sides name it."""
+    digest = hashlib.sha256()
+    for token in tokens:
+        digest.update(token.to_bytes(8, "big"))
+    return digest.hexdigest()
 
 
 def difference(decode: Identity, prefill: Identity) -> str:

@@ -1,13 +1,16 @@
 """KV cache of one sequence: keys and values of every layer, attended to by its next tokens.
 
 Invariant: rows below `length` are valid in every layer; rows at or above it are undefined.
-Sequences never share memory. The last possible position is `limit - 1`.
+Sequences never share memory. The last possible position is `limit - 1`. A layer read from bytes
+equals the layer that was written, byte for byte.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 PAGE_TOKENS = 64
@@ -108,3 +111,39 @@ class SequenceKV:
         self._layers = store.unbind(
             0
         )  # only once: indexing the tensor for each layer and token would be slow
+
+
+# KVs as bytes: nothing is converted.
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor: its own memory if it is contiguous, else a copy."""
+    array: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def layer_of(kv: SequenceKV, layer: int, tokens: int) -> Tensor:
+    """Copy the keys and values of the first `tokens` tokens: [2, kv_heads, tokens, head_size]."""
+    return kv.layer(layer)[:, :, :tokens].clone(memory_format=torch.contiguous_format)
+
+
+def layer_buffer(kv: SequenceKV, tokens: int) -> Tensor:
+    """An uninitialized tensor of the shape that `layer_of` returns."""
+    layer = kv.layer(0)
+    return layer.new_empty((layer.shape[0], layer.shape[1], tokens, layer.shape[3]))
+
+
+def layer_bytes(kv: SequenceKV, tokens: int) -> int:
+    """Bytes of one layer's KV of `tokens` tokens."""
+    shape = kv.shape
+    return 2 * shape.kv_heads * tokens * shape.head_size * kv.layer(0).element_size()
+
+
+def kv_bytes(kv: SequenceKV, tokens: int) -> int:
+    """Bytes of the whole KV of `tokens` tokens."""
+    return kv.shape.layers * layer_bytes(kv, tokens)
+
+
+def put_layer(kv: SequenceKV, layer: int, rows: Tensor) -> None:
+    """Write what `layer_of` returned; the tokens are used once `length` is advanced."""
+    kv.layer(layer)[:, :, : rows.shape[2]] = rows

@@ -8,6 +8,7 @@ has no state of requests: a KV belongs to its sequence. Weights are changed only
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,10 +23,11 @@ from omni_proxy.replica.model_file import MODELS, cache_folder, fetch
 from omni_proxy.replica.models import tiny
 from omni_proxy.replica.models.chat_template import ChatTemplate
 from omni_proxy.replica.models.gguf import GGUFError, GGUFFile
-from omni_proxy.replica.models.kv import SequenceKV
+from omni_proxy.replica.models.kv import SequenceKV, byte_view
 from omni_proxy.replica.models.llama import BatchPart, Llama, LlamaConfig
 from omni_proxy.replica.models.tokenizer import BytePairTokenizer, Tokenizer
 
+DIGEST_THREADS = 4  # hashing releases the interpreter lock
 CONTROL = 3  # the file's type of control tokens
 
 # A turn and a text may end with different tokens, but the file lists only one of them.
@@ -259,3 +261,21 @@ class ModelWorker:
         All ranks must call it for the same names in the same order, one thread at a time.
         """
         yield dict(tensors)
+
+
+def weights_digest(worker: ModelWorker) -> str:
+    """SHA-256 over names, shapes and digests of all weights.
+
+    Slow: reads all weights once, in several threads. Call it in the stage's thread, while no
+    operation changes a weight.
+    """
+
+    def line(item: tuple[str, Tensor]) -> str:
+        name, weight = item
+        digest = hashlib.sha256(byte_view(weight.data)).hexdigest()
+        return f"{name} {tuple(weight.shape)} {weight.dtype} {digest}\n"
+
+    weights = sorted(worker.text.model.named_parameters())
+    with ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="digest") as pool:
+        lines = "".join(pool.map(line, weights))
+    return hashlib.sha256(lines.encode()).hexdigest()

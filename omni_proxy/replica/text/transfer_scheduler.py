@@ -11,7 +11,7 @@ Requests without a transfer are scheduled as on any other replica.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -26,7 +26,6 @@ from omni_proxy.replica.kv_transfer.request_fields import (
     kept_key,
     nixl_params,
 )
-from omni_proxy.replica.kv_transfer.tensors import identity, kv_bytes, prompt_digest, weights_digest
 from omni_proxy.replica.kv_transfer.thread_messages import (
     Fetched,
     FetchFailed,
@@ -40,8 +39,9 @@ from omni_proxy.replica.kv_transfer.thread_messages import (
     TransferEvent,
 )
 from omni_proxy.replica.kv_transfer.transfer_thread import TransferThread
-from omni_proxy.replica.kv_transfer.wire import KV_ERROR, Identity
-from omni_proxy.replica.models.kv import PAGE_TOKENS, SequenceKV
+from omni_proxy.replica.kv_transfer.wire import KV_ERROR, Identity, prompt_digest
+from omni_proxy.replica.models.kv import PAGE_TOKENS, SequenceKV, kv_bytes
+from omni_proxy.replica.models.text_model import ModelWorker, weights_digest
 from omni_proxy.replica.pipeline.stage_messages import Emit, Result, StageFailure, StageInput
 from omni_proxy.replica.text.json_schema import CompiledConstraint
 from omni_proxy.replica.text.operations import OperationOutcome, StepDone
@@ -424,3 +424,14 @@ class TransferScheduler(TextScheduler):
             "waiting": len(self._unmet) + len(self._handing_over),
             "fetching": len(self._fetching),
         }
+
+
+def identity(worker: ModelWorker, weight_version: str, weights: str) -> Identity:
+    config = worker.text.model.config
+    return Identity(
+        model=worker.text.name,
+        sizes=", ".join(f"{name} {value}" for name, value in asdict(config).items()),
+        dtype=worker.dtype,
+        weight_version=weight_version,
+        weights=weights,
+    )

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from omni_proxy.replica.kv_transfer.request_fields import Fetch, Serve
-from omni_proxy.replica.kv_transfer.tensors import identity, prompt_digest, weights_digest
 from omni_proxy.replica.kv_transfer.wire import (
     HEADER,
     MAGIC,
@@ -25,8 +24,11 @@ from omni_proxy.replica.kv_transfer.wire import (
     message,
     parse,
     parse_header,
+    prompt_digest,
 )
+from omni_proxy.replica.models.text_model import weights_digest
 from omni_proxy.replica.pipeline.stage_messages import Result
+from omni_proxy.replica.text.transfer_scheduler import identity
 from tests.replica.text.transfer_stages import long_prompt, stage
 
 PROMPT = long_prompt(70, 40)
