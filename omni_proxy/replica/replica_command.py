@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from omni_proxy.replica import llamacpp
+from omni_proxy.replica.hard_exit import exit_process
 from omni_proxy.replica.kv_events.publisher_settings import (
     add_kv_event_options,
     kv_event_params,
@@ -224,8 +225,6 @@ def main(argv: Sequence[str]) -> int:
                 if arguments.model == TINY:
                     parser.error(f"--model {TINY} needs --engine torch")
                 return _report_errors(partial(_serve_llamacpp, arguments))
-            from omni_proxy.replica.pipeline.stage_process import exit_process
-
             exit_process(_log_unexpected(partial(_serve_torch, arguments)))
 
 

@@ -6,7 +6,6 @@ import pytest
 from omni_proxy.replica import http_server, llamacpp, replica_command
 from omni_proxy.replica.kv_transfer.request_fields import TransferFields
 from omni_proxy.replica.model_file import MODELS, ModelFileError
-from omni_proxy.replica.pipeline import stage_process
 
 LLAMACPP = ["--engine", "llamacpp"]
 
@@ -143,7 +142,7 @@ def launched(monkeypatch):
         raise ProcessExit(status)
 
     monkeypatch.setattr(http_server, "launch_server", launch_server)
-    monkeypatch.setattr(stage_process, "exit_process", exit_process)
+    monkeypatch.setattr(replica_command, "exit_process", exit_process)
     monkeypatch.setattr(replica_command, "_check_installed", lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
@@ -323,7 +322,7 @@ def test_ocr_without_its_packages_exits_with_1_and_says_what_to_install(monkeypa
     def exit_process(status):
         raise ProcessExit(status)
 
-    monkeypatch.setattr(stage_process, "exit_process", exit_process)
+    monkeypatch.setattr(replica_command, "exit_process", exit_process)
     monkeypatch.setattr(replica_command, "REQUIRED_PACKAGES", ())
     monkeypatch.setattr(replica_command.importlib.util, "find_spec", lambda name: None)
     assert status_of(["--model", "tiny", "--images", "ocr"]) == 1
@@ -334,7 +333,7 @@ def test_a_port_in_use_exits_the_torch_engine_with_1(monkeypatch, capsys):
     def exit_process(status):
         raise ProcessExit(status)
 
-    monkeypatch.setattr(stage_process, "exit_process", exit_process)
+    monkeypatch.setattr(replica_command, "exit_process", exit_process)
     monkeypatch.setattr(replica_command, "_check_installed", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

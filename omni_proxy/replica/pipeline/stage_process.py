@@ -1,13 +1,10 @@
-"""Stages in a child process: the parent's handle, frames of their socket, its main and its exit.
+"""Stages in a child process: the parent's handle, the frames of their socket, the child's main.
 
 A frame is four bytes of length, big-endian, then a msgpack body. Invariant: a frame is complete, or
 the connection is closed. When `live` returns, also by cancellation, the child process has exited;
 its end, for any reason, is reported immediately for each of its stages. The child does not outlive
 its parent: end of file on the socket ends it. It ignores SIGINT and SIGTERM, because the parent
-ends it after its own drain. A process with a model ends by `exit_process`, with the given status
-regardless of running threads, and flushes its output. The interpreter's own shutdown is skipped: it
-would take the GIL from a thread inside torch, or free a process group that a gloo thread uses;
-either aborts the process.
+ends it after its own drain.
 """
 
 from __future__ import annotations
@@ -19,15 +16,14 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import trio
 
+from omni_proxy.replica.hard_exit import exit_process
 from omni_proxy.replica.pipeline.config import FlowError, StageConfig
 from omni_proxy.replica.pipeline.stage import (
     Inbox,
@@ -50,10 +46,6 @@ from omni_proxy.shared.log_text import log_to_stderr
 
 LENGTH_BYTES = 4
 MAX_BYTES = 1 << 30
-
-# Threads that block until their peer answers, if weights are received in this process.
-BLOCKED_THREAD_PREFIXES: Final = ("weights-init-", "weights-receive-", "weights-drop-")
-JOIN_TIMEOUT_SECS: Final = 0.3  # for threads that are ending
 
 Message = TypeVar("Message")
 _encoder = msgspec.msgpack.Encoder()
@@ -317,29 +309,3 @@ def _encode_or_fail(message: StageOutput) -> bytes:
                 return encode_frame(AdminResult(op_id, stage, action, False, reason, error=reason))
             case _:
                 raise
-
-
-def exit_process(status: int) -> NoReturn:
-    """End this process with `status`; log the threads that are still blocked by a peer."""
-    if blocked := _blocked_threads():
-        log.warning(
-            "threads_blocked_at_exit reason=peer_does_not_answer threads=%s",
-            ",".join(blocked),
-        )
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the reader may have closed it
-            stream.flush()
-    os._exit(status)
-
-
-def _blocked_threads() -> list[str]:
-    threads = [
-        thread
-        for thread in threading.enumerate()
-        if thread.name.startswith(BLOCKED_THREAD_PREFIXES)
-    ]
-    deadline = time.monotonic() + JOIN_TIMEOUT_SECS
-    for thread in threads:
-        thread.join(max(deadline - time.monotonic(), 0.0))
-    return sorted(thread.name for thread in threads if thread.is_alive())
