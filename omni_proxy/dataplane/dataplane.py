@@ -25,7 +25,8 @@ from omni_proxy.config.tables.keys import CallerKey
 from omni_proxy.dataplane.abort import abort_requests
 from omni_proxy.dataplane.accept.listeners import Listeners, PreparedListeners, ServedAt
 from omni_proxy.dataplane.admission.inflight import InFlight
-from omni_proxy.dataplane.admission.queue import Queue, UpdateGate, reasons_to_hold_sessions
+from omni_proxy.dataplane.admission.queue import Queue
+from omni_proxy.dataplane.admission.update_gate import UpdateGate, reasons_to_hold_sessions
 from omni_proxy.dataplane.downstream.connection import Connection
 from omni_proxy.dataplane.engine_calls import TokenizeCalls
 from omni_proxy.dataplane.exchange.exchange import Recorders

@@ -20,7 +20,8 @@ from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.admission.inflight import InFlight
-from omni_proxy.dataplane.admission.queue import Queue, UpdateGate, reasons_to_hold_sessions
+from omni_proxy.dataplane.admission.queue import Queue
+from omni_proxy.dataplane.admission.update_gate import UpdateGate, reasons_to_hold_sessions
 from omni_proxy.dataplane.attempt.attempt import AttemptFailed
 from omni_proxy.dataplane.attempt.outlier_reports import report_failure, report_success
 from omni_proxy.dataplane.attempt.retry import RetryState

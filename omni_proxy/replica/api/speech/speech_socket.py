@@ -4,9 +4,7 @@
 
 Invariant: sentences are synthesized one after another, in order, and each `audio.start` has an
 `audio.done`. A session that doesn't end with `input.done` gets an error event before the close
-frame. A disconnect cancels the session, which aborts the synthesis. The same text gives the same
-sentences regardless of the messages' boundaries, with one exception: marks and closing quotes that
-arrive later than the mark before them are dropped, as they are not audible.
+frame. A disconnect cancels the session, which aborts the synthesis.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from quart_trio import QuartTrio
 from omni_proxy.replica.api.common.errors import CLIENT_ERRORS, SpeechError, speech_server_error
 from omni_proxy.replica.api.common.media import encode_audio
 from omni_proxy.replica.api.route_context import RouteContext
+from omni_proxy.replica.api.speech.sentence_splitter import SentenceSplitter
 from omni_proxy.replica.api.speech.speech_fields import (
     SpeechRequest,
     check_input,
@@ -49,15 +48,11 @@ HELD_CHARS: Final = 256 * 1024
 WAITING_FRAMES: Final = 16
 AUDIO_FRAME_BYTES: Final = 256 * 1024  # clients commonly refuse messages above 1 MiB
 NORMAL, UNSUPPORTED, POLICY, TOO_BIG = 1000, 1003, 1008, 1009
-# Text or bytes of a frame; Quart gives None for an empty binary frame.
-Frame = str | bytes | None
+
 
 GRANULARITIES: Final = ("sentence", "clause")
-# The escapes are full-width forms of the same marks, and closing quotes.
-SENTENCE_MARKS: Final = frozenset(".!?\u3002\uff01\uff1f")
-CLAUSE_MARKS: Final = SENTENCE_MARKS | frozenset(",\uff0c;\uff1b")
-_CLOSERS: Final = frozenset("\"')]}\u00bb\u201d\u2019\u300d\u300f")
-_WITHIN_NUMBERS: Final = frozenset(".,")
+# Text or bytes of a frame; Quart gives None for an empty binary frame.
+Frame = str | bytes | None
 
 
 class NotTextFrame(Exception):
@@ -373,75 +368,6 @@ def _message(frame: Frame, max_bytes: int) -> dict[str, Any]:
         raise _SessionEnd(UNSUPPORTED, "messages must be text frames, not binary ones") from None
     except FrameTooLong:
         raise _SessionEnd(TOO_BIG, f"a message is larger than {max_bytes} bytes") from None
-
-
-class SentenceSplitter:
-    """Splits text into segments that can be synthesized one by one; buffers an incomplete one.
-
-    A mark between two digits (3.14) does not split.
-    """
-
-    def __init__(self, *, clauses: bool = False) -> None:
-        self._marks = CLAUSE_MARKS if clauses else SENTENCE_MARKS
-        self._buffer = ""
-        self._scanned = 0  # leading characters of the buffer in which there is no split
-
-    @property
-    def buffered_chars(self) -> int:
-        return len(self._buffer)
-
-    def feed(self, text: str) -> list[str]:
-        """Return the segments that `text` completes."""
-        self._buffer += text
-        segments, start, index = [], 0, self._scanned
-        while index < len(self._buffer):
-            if self._buffer[index] not in self._marks:
-                index += 1
-                continue
-            if self._is_undecided(index):
-                break
-            if self._is_in_number(index):
-                index += 1
-                continue
-            index = self._end_of_marks(index)
-            segments.append(self._buffer[start:index])
-            start = index
-        self._buffer = self._buffer[start:]
-        self._scanned = index - start
-        return _speakable(segments)
-
-    def flush(self) -> list[str]:
-        """Return the buffered text as a segment."""
-        last, self._buffer, self._scanned = self._buffer, "", 0
-        return _speakable([last])
-
-    def _is_undecided(self, index: int) -> bool:
-        """Whether a mark after a digit ends the buffer: a number may continue after it."""
-        last = index + 1 == len(self._buffer)
-        return last and self._buffer[index] in _WITHIN_NUMBERS and self._is_digit(index - 1)
-
-    def _is_in_number(self, index: int) -> bool:
-        return (
-            self._buffer[index] in _WITHIN_NUMBERS
-            and self._is_digit(index - 1)
-            and self._is_digit(index + 1)
-        )
-
-    def _is_digit(self, index: int) -> bool:
-        return 0 <= index < len(self._buffer) and self._buffer[index].isdigit()
-
-    def _end_of_marks(self, index: int) -> int:
-        while index < len(self._buffer) and (
-            self._buffer[index] in self._marks or self._buffer[index] in _CLOSERS
-        ):
-            index += 1
-        return index
-
-
-def _speakable(segments: list[str]) -> list[str]:
-    """Drop segments without a letter or digit: there is nothing to synthesize."""
-    stripped = (segment.strip() for segment in segments)
-    return [segment for segment in stripped if any(letter.isalnum() for letter in segment)]
 
 
 def mount(app: QuartTrio, context: RouteContext) -> None:
