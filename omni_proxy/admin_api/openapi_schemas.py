@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Final, get_args
 
 from omni_proxy.admin_api.worker_requests import ROLE_KEYS, SMG_PATCH, SMG_PREFIXES, SMG_SPEC
-from omni_proxy.api_keys.caller import REASONS
+from omni_proxy.api_keys.caller_limits import REASONS
 from omni_proxy.config.fields import (
     CAPABILITIES,
     MAX_SECS,

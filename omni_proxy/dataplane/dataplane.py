@@ -17,7 +17,7 @@ from time import monotonic, time
 import trio
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
-from omni_proxy.api_keys.caller import SlotRows
+from omni_proxy.api_keys.caller_limits import SlotRows
 from omni_proxy.api_keys.key_table import KeyTable
 from omni_proxy.config.fields import Role
 from omni_proxy.config.schema import Config, RoutingConfig

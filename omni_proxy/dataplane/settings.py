@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from omni_proxy.api_keys.caller import SlotRows
-from omni_proxy.api_keys.callers import KEY_FIELDS, Callers
+from omni_proxy.api_keys.caller_limits import SlotRows
+from omni_proxy.api_keys.caller_lookup import KEY_FIELDS, Callers
 from omni_proxy.api_keys.key_table import KeyTable
 from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.keys import CallerKey

@@ -20,8 +20,8 @@ from typing import Final
 
 import trio
 
-from omni_proxy.api_keys.caller import IN_FLIGHT, REFUSED_REQUESTS, SLOT_CELLS, slot_totals
-from omni_proxy.api_keys.callers import UNKNOWN_SLOT
+from omni_proxy.api_keys.caller_limits import IN_FLIGHT, REFUSED_REQUESTS, SLOT_CELLS, slot_totals
+from omni_proxy.api_keys.caller_lookup import UNKNOWN_SLOT
 from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.keys import MAX_KEYS, CallerKey
 from omni_proxy.dataplane.dataplane import DataPlane

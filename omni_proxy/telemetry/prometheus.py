@@ -1,4 +1,5 @@
-"""`Metrics` and the fleet as Prometheus metric families (docs/operations.md explains each).
+"""`Metrics` and the fleet as Prometheus metric families (docs/operations.md explains each);
+`admin_api.serializers.metrics_text` writes them as text.
 
 Invariant: each label is bounded by the route table, the fleet, or a list in the code. A large
 family is yielded in consecutive parts, so that the caller can yield to the event loop in between;

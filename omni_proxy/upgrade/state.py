@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias, cast, get_args
 import msgspec
 from msgspec import Struct
 
-from omni_proxy.api_keys.caller import RateRows
+from omni_proxy.api_keys.caller_limits import RateRows
 from omni_proxy.config.fields import Role
 from omni_proxy.fleet.cordon_reasons import LAUNCH_CORDON, PAUSED, UNCERTAIN
 from omni_proxy.fleet.health_state import HealthRecord

@@ -21,7 +21,7 @@ EXPOSED: Final = (
     "etag",
     "location",
 )
-# Fields that report a caller's limits: see `api_keys.caller`.
+# Fields that report a caller's limits: see `api_keys.caller_limits`.
 RATE_FIELDS: Final = tuple(
     f"x-ratelimit-{what}-{noun}"
     for noun in ("requests", "tokens")

@@ -5,7 +5,7 @@ import json
 import socket
 from dataclasses import replace
 
-from omni_proxy.api_keys.caller import LocalRows
+from omni_proxy.api_keys.caller_limits import LocalRows
 from omni_proxy.api_keys.key_table import KeyTable
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane, Sources

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.api_keys.caller import IN_FLIGHT, REQUESTS, ApiCaller
-from omni_proxy.api_keys.callers import UNKNOWN_SLOT
+from omni_proxy.api_keys.caller_limits import IN_FLIGHT, REQUESTS, ApiCaller
+from omni_proxy.api_keys.caller_lookup import UNKNOWN_SLOT
 from omni_proxy.config.tables.keys import CallerKey
 from omni_proxy.multiprocess.shared_keys import (
     PAUSE_SECS,

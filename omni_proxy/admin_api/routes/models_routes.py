@@ -20,7 +20,7 @@ from quart import Quart, Response, request
 from omni_proxy.admin_api.forwarded_request import forwarded_headers
 from omni_proxy.admin_api.responses import json_response
 from omni_proxy.admin_api.services import DataPlaneView
-from omni_proxy.api_keys.callers import KEY_FIELDS
+from omni_proxy.api_keys.caller_lookup import KEY_FIELDS
 from omni_proxy.api_keys.key_table import presented_key
 from omni_proxy.config.tables.keys import CallerKey
 from omni_proxy.fleet.registry import Fleet

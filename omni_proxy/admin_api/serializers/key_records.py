@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from prometheus_client import Metric
 
 from omni_proxy.admin_api.services import KeyServices
-from omni_proxy.api_keys.caller import REASONS
+from omni_proxy.api_keys.caller_limits import REASONS
 from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.keys import SavedKey
 from omni_proxy.telemetry.prometheus import counters, gauges

@@ -15,8 +15,8 @@ from typing import Final
 
 import msgspec
 
-from omni_proxy.api_keys.caller import ApiCaller, Reason
-from omni_proxy.api_keys.callers import key_in, may_use, without_key_lines
+from omni_proxy.api_keys.caller_limits import ApiCaller, Reason
+from omni_proxy.api_keys.caller_lookup import key_in, may_use, without_key_lines
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.fleet.registry import Fleet

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from omni_proxy.api_keys.caller import ApiCaller
+from omni_proxy.api_keys.caller_limits import ApiCaller
 from omni_proxy.dataplane.exchange.request_trace import RequestTrace
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion

@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from omni_proxy.api_keys.caller import ApiCaller
-from omni_proxy.api_keys.callers import Callers, key_in, without_key_lines
+from omni_proxy.api_keys.caller_limits import ApiCaller
+from omni_proxy.api_keys.caller_lookup import Callers, key_in, without_key_lines
 from omni_proxy.dataplane.exchange.request_trace import (
     EVERY,
     Tracing,

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 import trio
 
-from omni_proxy.api_keys.callers import KEY_FIELDS
+from omni_proxy.api_keys.caller_lookup import KEY_FIELDS
 from omni_proxy.dataplane.attempt.attempt import changed_parts
 from omni_proxy.dataplane.attempt.outlier_reports import report_end, report_failure
 from omni_proxy.dataplane.exchange.exchange import Exchange

@@ -21,7 +21,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from omni_proxy.api_keys.caller import Ended
+from omni_proxy.api_keys.caller_limits import Ended
 
 TAIL_BYTES: Final = 8192  # searched at the end of the body: the counts come after the text
 BYTES_PER_TOKEN: Final = 4  # mean of English text with the JSON around it

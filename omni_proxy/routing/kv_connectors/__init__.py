@@ -1,4 +1,5 @@
 """The KV transfer protocols of requests in two legs: request bodies, and reading of responses.
 
-One file per protocol. All are pure: they edit bodies; random numbers are arguments.
+One file per protocol; `dataplane.disaggregation.two_leg_request` runs them. All are pure: they edit
+bodies; random numbers are arguments.
 """

@@ -4,7 +4,8 @@ vLLM's engines have no complete weights between the start and the finish of an u
 then crashes them (run with 0.32.0). So an engine that is not paused is paused before the start, and
 resumed after the end. Invariant: such a pause is in the journal before the engine is called, so it
 is ended also after a crash of the proxy; a caller's pause is never ended here. Requests on workers
-with uncertain weights are aborted before the resume.
+with uncertain weights are aborted before the resume. Which requests wait meanwhile is decided in
+`dataplane.admission.update_gate`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from hashlib import sha256
 
 import pytest
 
-from omni_proxy.api_keys.caller import LocalRows, slot_totals
+from omni_proxy.api_keys.caller_limits import LocalRows, slot_totals
 from omni_proxy.api_keys.key_table import KeyTable
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.admission.caller_admission import max_tokens_in

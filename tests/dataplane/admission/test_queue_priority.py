@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.api_keys.caller import ApiCaller, LocalRows
+from omni_proxy.api_keys.caller_limits import ApiCaller, LocalRows
 from omni_proxy.config.tables.keys import CallerKey
 from tests.dataplane.queue_fixture import Room, Waiter
 from tests.fleet.entries import entry

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from omni_proxy.api_keys.caller import LocalRows
+from omni_proxy.api_keys.caller_limits import LocalRows
 from omni_proxy.api_keys.key_table import KeyTable
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.drivers import fast_path

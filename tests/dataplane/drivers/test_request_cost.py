@@ -6,7 +6,7 @@ from hashlib import sha256
 import pytest
 
 from omni_proxy import native
-from omni_proxy.api_keys.caller import MAX_UNCOUNTED
+from omni_proxy.api_keys.caller_limits import MAX_UNCOUNTED
 from tests.dataplane.both_drivers import World
 from tests.dataplane.bytecodes import OK_RESPONSE, count_bytecodes, small_post
 from tests.dataplane.disaggregation.pair_world import response_with

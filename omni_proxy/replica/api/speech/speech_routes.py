@@ -41,7 +41,7 @@ from omni_proxy.replica.api.speech.speech_service import (
     engine_secs,
     to_speech_error,
 )
-from omni_proxy.replica.api.speech.speech_stream import (
+from omni_proxy.replica.api.speech.speech_writers import (
     SpeechEncoder,
     SpeechOutcome,
     choose_stream_format,

@@ -35,7 +35,7 @@ from omni_proxy.replica.api.speech.speech_service import (
     SpeechService,
     to_speech_error,
 )
-from omni_proxy.replica.api.speech.speech_stream import SampleRateGuard
+from omni_proxy.replica.api.speech.speech_writers import SampleRateGuard
 from omni_proxy.replica.pipeline.client import GenerateRequest
 from omni_proxy.shared.engine_protocol import (
     SPEECH_CONFIG_BYTES,

@@ -9,7 +9,7 @@ import trio
 
 from omni_proxy.replica.api.common.media import encode_audio
 from omni_proxy.replica.api.speech.speech_routes import OutcomeHistory
-from omni_proxy.replica.api.speech.speech_stream import SpeechOutcome
+from omni_proxy.replica.api.speech.speech_writers import SpeechOutcome
 from tests.replica.api.audio_stages import (
     ABORTED,
     HOLDING,

@@ -1,7 +1,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from omni_proxy.api_keys.caller import ApiCaller, LocalRows, slot_totals
+from omni_proxy.api_keys.caller_limits import ApiCaller, LocalRows, slot_totals
 from omni_proxy.api_keys.rate_window import WINDOW_CELLS, RateWindow
 from omni_proxy.config.tables.keys import CallerKey
 

@@ -7,7 +7,7 @@ import trio
 from omni_proxy.replica.api.common.errors import SpeechError
 from omni_proxy.replica.api.common.media import encode_audio
 from omni_proxy.replica.api.speech.speech_fields import parse_speech_request
-from omni_proxy.replica.api.speech.speech_stream import choose_stream_format
+from omni_proxy.replica.api.speech.speech_writers import choose_stream_format
 from tests.replica.api.audio_stages import ABORTED, HOLDING, RATE, REQUESTS, open_replica, wave
 
 PATH = "/v1/audio/speech"

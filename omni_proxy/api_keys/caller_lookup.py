@@ -11,7 +11,13 @@ from collections.abc import Iterator, Mapping
 from hmac import compare_digest
 from typing import Final
 
-from omni_proxy.api_keys.caller import REFUSED_REQUESTS, ApiCaller, CountTokens, LocalRows, SlotRows
+from omni_proxy.api_keys.caller_limits import (
+    REFUSED_REQUESTS,
+    ApiCaller,
+    CountTokens,
+    LocalRows,
+    SlotRows,
+)
 from omni_proxy.api_keys.key_table import KeyTable, presented_key
 from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.keys import CallerKey
