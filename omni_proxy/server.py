@@ -60,11 +60,8 @@ from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.shared.watchdog import Watchdog
 from omni_proxy.signals import SignalHandler
 from omni_proxy.supervisor import Supervisor
-from omni_proxy.system.process_resources import (
-    collect_before_serving,
-    exempt_objects,
-    raise_fd_limit,
-)
+from omni_proxy.system.fd_limit import raise_fd_limit
+from omni_proxy.system.garbage import collect_before_serving, exempt_objects
 from omni_proxy.system.runtime_dir import private_runtime_dir
 from omni_proxy.system.systemd import ServiceManager
 from omni_proxy.telemetry.instruments import Instruments

@@ -45,7 +45,7 @@ from omni_proxy.admin_api.serializers.readiness import Readiness
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords, visible_operator_state
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_requests import WorkerNotes
-from omni_proxy.shared.asgi import match_only
+from omni_proxy.shared.asgi.url_rules import match_only
 from omni_proxy.upstream_http.client import incoming_hops
 from omni_proxy.wire.forwarded import HOP_FIELD, PROXY_FIELD
 

@@ -21,7 +21,7 @@ from hypercorn.typing import AppWrapper, ConnectionState, LifespanState
 from hypercorn.utils import wrap_app
 from quart_trio import QuartTrio
 
-from omni_proxy.shared.asgi import (
+from omni_proxy.shared.asgi.hypercorn_connection import (
     HypercornConnection,
     first_leaf_error,
     protect_last_send,

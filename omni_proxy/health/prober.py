@@ -32,7 +32,7 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.shared.engine_protocol import INSTANCE_HEADER
-from omni_proxy.system.process_resources import is_resource_exhaustion
+from omni_proxy.system.fd_limit import is_resource_exhaustion
 from omni_proxy.upstream_http.client import Call, WorkerClient, build_request, read_bounded
 from omni_proxy.upstream_http.resolver import RefusedAddress, addresses
 from omni_proxy.wire.forwarded import PROXY_FIELD, hop_line

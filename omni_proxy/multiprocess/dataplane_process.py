@@ -65,7 +65,7 @@ from omni_proxy.multiprocess.shared_memory.sessions import (
 from omni_proxy.multiprocess.shared_memory.worker_counters import SharedCounters
 from omni_proxy.routing.tree_key import hash_with
 from omni_proxy.shared.watchdog import Watchdog
-from omni_proxy.system.process_resources import collect_before_serving
+from omni_proxy.system.garbage import collect_before_serving
 from omni_proxy.telemetry.line_log import OFF, QUEUE_BYTES
 from omni_proxy.telemetry.logs import configure
 

@@ -32,7 +32,7 @@ from quart_trio import QuartTrio
 from omni_proxy.replica.pipeline.client import Client
 from omni_proxy.replica.pipeline.config import PipelineConfig
 from omni_proxy.replica.pipeline.runtime import Runtime, StartError, open_pipeline
-from omni_proxy.shared.asgi import (
+from omni_proxy.shared.asgi.hypercorn_connection import (
     HypercornConnection,
     first_leaf_error,
     protect_last_send,

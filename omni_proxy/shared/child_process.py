@@ -8,14 +8,14 @@ is killed. Must import only the standard library, and trio only when it waits.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     import trio
-import os
-import sys
 
 ARCHIVE: Final = ".pyz"
 EXIT_SECS: Final = 2.0  # from the end of its socket to SIGKILL

@@ -30,7 +30,7 @@ import trio
 
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.parse import parse
-from omni_proxy.shared.asgi import first_leaf_error
+from omni_proxy.shared.asgi.hypercorn_connection import first_leaf_error
 from omni_proxy.simulate.calibrate import CalibrationError, measure
 from omni_proxy.simulate.engine import Engine, EngineSpec
 from omni_proxy.simulate.report import Run, percentile, summarize

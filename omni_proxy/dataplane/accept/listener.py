@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Final
 
 from omni_proxy.dataplane.loop.event_loop import EventLoop, IoHandler
-from omni_proxy.system.process_resources import EXHAUSTION_ERRNOS, accept_fd_limit, lowest_free_fd
+from omni_proxy.system.fd_limit import EXHAUSTION_ERRNOS, accept_fd_limit, lowest_free_fd
 from omni_proxy.wire.proxy_protocol import format_peer
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from omni_proxy.dataplane.upstream.response_reports import own_lines_of, read_lo
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.model_aliases import parts_for_target
 from omni_proxy.routing.pinning import body_for_rank
-from omni_proxy.system.process_resources import is_resource_exhaustion
+from omni_proxy.system.fd_limit import is_resource_exhaustion
 from omni_proxy.upstream_http.credentials import lines_with_own_key
 from omni_proxy.wire.errors import HttpError, UpstreamError
 from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache

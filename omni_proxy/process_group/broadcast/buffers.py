@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from omni_proxy.process_group.broadcast.mapped_file import PAGE_BYTES, map_file, out_of_memory_error
 from omni_proxy.process_group.tensor_plan import GroupError
-from omni_proxy.system.process_resources import free_bytes
+from omni_proxy.system.memory import free_bytes
 
 if TYPE_CHECKING:
     import numpy as np

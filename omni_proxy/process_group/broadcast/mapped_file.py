@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan
-from omni_proxy.system.process_resources import free_bytes, is_memory_device
+from omni_proxy.system.memory import free_bytes, is_memory_device
 
 if TYPE_CHECKING:
     import torch

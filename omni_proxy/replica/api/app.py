@@ -31,7 +31,7 @@ from omni_proxy.replica.api.vllm import (
 )
 from omni_proxy.replica.api.vllm.control_routes import EngineCalls
 from omni_proxy.replica.api.vllm.tokenize_routes import PromptTokens
-from omni_proxy.shared.asgi import match_only
+from omni_proxy.shared.asgi.url_rules import match_only
 
 if TYPE_CHECKING:
     from omni_proxy.replica.pipeline.client import Client

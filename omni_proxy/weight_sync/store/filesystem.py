@@ -16,7 +16,7 @@ from typing import Final
 
 from omni_proxy.shared import atomic_write
 from omni_proxy.shared.atomic_write import sync_folder
-from omni_proxy.system.process_resources import free_bytes, is_memory_device
+from omni_proxy.system.memory import free_bytes, is_memory_device
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 _COPY_BYTES: Final = 8 << 20

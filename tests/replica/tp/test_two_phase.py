@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_proxy.system import process_resources
+from omni_proxy.system import memory
 from tests.replica.tp.conftest import RANKS
 from tests.replica.tp.test_operations import assert_checksums, update_from_tensor
 from tests.replica.weights.stage_fixture import weights_of
@@ -80,7 +80,7 @@ def test_a_transfer_that_one_rank_cannot_arm_is_armed_at_none(sync, monkeypatch)
     # These need more memory than other tests have left in the kept buffers.
     everything = bucket_of(SHAPES)
     # In rank 0 only: rank 1 is another process.
-    monkeypatch.setattr(process_resources, "MEMINFO", Meminfo(1))
+    monkeypatch.setattr(memory, "MEMINFO", Meminfo(1))
     result = sync.prepare(multi_bucket(everything))
     assert not result.success
     assert "but only 1024 bytes" in result.message

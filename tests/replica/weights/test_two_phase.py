@@ -4,7 +4,7 @@ import pytest
 
 from omni_proxy.process_group.receiver import ThreadReceiver
 from omni_proxy.replica.pipeline.stage_messages import Result, ResultChunk
-from omni_proxy.system import process_resources
+from omni_proxy.system import memory
 from tests.process_group.trainer_process import free_port
 from tests.replica.text.scheduler_harness import undisturbed
 from tests.replica.weights.stage_fixture import checksum_of, running, weights_of
@@ -291,7 +291,7 @@ def test_a_tensor_in_two_buckets_is_refused(sync):
 
 
 def test_a_plan_that_exceeds_the_memory_is_refused_with_the_sizes(sync, monkeypatch):
-    monkeypatch.setattr(process_resources, "MEMINFO", Meminfo(1))
+    monkeypatch.setattr(memory, "MEMINFO", Meminfo(1))
     # These need more memory than other tests have left in the kept buffers.
     everything = bucket_of(SHAPES)
     result = sync.prepare(multi_bucket(everything))

@@ -26,7 +26,7 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.server import Server
-from omni_proxy.system.process_resources import raise_fd_limit
+from omni_proxy.system.fd_limit import raise_fd_limit
 from omni_proxy.telemetry.logs import configure
 
 STALL_SECS = 0.010

@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import trio
 
-from omni_proxy.system.process_resources import raise_fd_limit
+from omni_proxy.system.fd_limit import raise_fd_limit
 from tools.bench.harness.simulated_worker import ANSWER, next_request
 
 PORT = 8000

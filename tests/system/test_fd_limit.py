@@ -3,15 +3,8 @@ import os
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
-from omni_proxy.system.process_resources import (
-    accept_fd_limit,
-    free_bytes,
-    is_memory_device,
-    is_resource_exhaustion,
-    lowest_free_fd,
-)
+from omni_proxy.system.fd_limit import accept_fd_limit, is_resource_exhaustion, lowest_free_fd
 
 
 def test_a_reserve_of_descriptors_is_kept_below_the_limit():
@@ -35,7 +28,7 @@ def test_only_errors_of_descriptors_or_memory_are_resource_exhaustion():
 
 def test_the_soft_limit_is_raised_to_the_hard_one():
     code = (
-        "import resource as r\nfrom omni_proxy.system.process_resources import raise_fd_limit\n"
+        "import resource as r\nfrom omni_proxy.system.fd_limit import raise_fd_limit\n"
         "r.setrlimit(r.RLIMIT_NOFILE, (64, 300))\nraise_fd_limit()\n"
         "print(*r.getrlimit(r.RLIMIT_NOFILE))"
     )
@@ -43,13 +36,3 @@ def test_the_soft_limit_is_raised_to_the_hard_one():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.split() == ["300", "300"]
-
-
-def test_the_free_memory_is_plausible():
-    assert 1 << 20 < free_bytes() < 1 << 50
-
-
-def test_only_tmpfs_and_ramfs_are_in_memory():
-    assert is_memory_device(Path("/dev/shm").stat().st_dev)
-    assert not is_memory_device(Path("/proc").stat().st_dev)
-    assert not is_memory_device(os.makedev(4095, 255))  # not mounted

@@ -1,7 +1,7 @@
 import pytest
 from quart import Quart
 
-from omni_proxy.shared.asgi import match_only
+from omni_proxy.shared.asgi.url_rules import match_only
 
 
 @pytest.fixture

@@ -1,22 +1,18 @@
-"""What the web servers of the admin API and of the replica share: Hypercorn's connections, and URL
-rules that only match routes and build no URLs.
+"""Changes to Hypercorn's connections, for the admin API and for the replica's server.
 
-Invariants: a connection whose client has disconnected is closed immediately, and quart-trio does
-not cancel the sending of a response's last chunk. Matching of routes is Quart's own. Must not be
-used together with `url_for`, which then raises NotImplementedError.
+Invariant: a connection whose client has disconnected is closed immediately, and quart-trio does not
+cancel the sending of a response's last chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Final, NoReturn
+from typing import Final
 
 import trio
 from hypercorn.events import Event, Updated
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
-from quart import Quart
-from quart.routing import QuartRule
 from quart_trio import QuartTrio
 
 LAST_SEND_SECS: Final = 30
@@ -70,20 +66,3 @@ def first_leaf_error(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-class MatchOnlyRule(QuartRule):
-    """A rule that only matches a route: Werkzeug compiles two functions per route to build its URL,
-    which takes much of the time to create an application."""
-
-    def _compile_builder(self, append_unknown: bool = True) -> Callable[..., tuple[str, str]]:
-        return _build_nothing
-
-
-def _build_nothing(self: MatchOnlyRule, **_: object) -> NoReturn:
-    raise NotImplementedError(f"URLs can't be built for {self.rule}")
-
-
-def match_only(app: Quart) -> None:
-    """Use `MatchOnlyRule` for all routes that are added from now on."""
-    app.url_rule_class = MatchOnlyRule
