@@ -132,15 +132,25 @@ class LateHistogram(Histogram):
 
 def quantile(counts: Sequence[int], share: float, bounds: tuple[float, ...] = FINE) -> float | None:
     """The quantile `share`, 0 to 1, of values counted by bucket of `bounds`; None if none."""
-    target = sum(counts) * share
+    found = quantiles([bucket for bucket in enumerate(counts) if bucket[1]], (share,), bounds)
+    return found[0] if found else None
+
+
+def quantiles(
+    buckets: Sequence[tuple[int, int]], shares: Sequence[float], bounds: tuple[float, ...] = FINE
+) -> list[float]:
+    """The quantiles `shares`, in ascending order, as `quantile`; an empty list if there are no
+    values. `buckets`: index and count of each bucket that is not empty, in order."""
+    total = sum(count for _, count in buckets)
+    found: list[float] = []
     below = 0
-    for index, count in enumerate(counts):
-        if count and below + count >= target:
+    for index, count in buckets:
+        while len(found) < len(shares) and below + count >= total * shares[len(found)]:
             low = bounds[index - 1] if index else 0.0
             high = bounds[min(index, len(bounds) - 1)]
-            return low + (high - low) * (target - below) / count
+            found.append(low + (high - low) * (total * shares[len(found)] - below) / count)
         below += count
-    return None
+    return found
 
 
 TOTAL, FIRST = 0, 1  # the histograms: request duration, time to the first chunk

@@ -10,24 +10,24 @@ ticker, so that the event loop is not blocked. Pure: the time is an argument, in
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import compress, islice
 from math import ceil, isnan, nan
-from operator import add
+from operator import add, sub
 from typing import Final, NamedTuple
 
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.telemetry.histogram import BETWEEN_CHUNKS, FINE, quantile
+from omni_proxy.telemetry.histogram import BETWEEN_CHUNKS, FINE, quantiles
 from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow, WindowCounts
 
 POINTS: Final = 180
 # Seconds per point, by the seconds of the whole range.
 STEPS: Final = {900: 5, 3600: 20, 21600: 120}
-MAX_WORKERS: Final = 512  # about 24 KiB each
+MAX_WORKERS: Final = 512  # at most 30 KiB each, after six hours
 SERIES: Final = (
     "requests_per_sec", "errors_per_sec", "in_flight", "waiting", "input_tokens_per_sec",
     "output_tokens_per_sec", "first_p50_ms", "first_p95_ms", "between_p50_ms", "between_p95_ms",
@@ -95,8 +95,11 @@ class Bin:
         if other.waiting is not None:
             self.waiting = max(self.waiting or 0.0, other.waiting)
         for sums, increase in ((self.firsts, other.firsts), (self.gaps, other.gaps)):
-            for bucket, count in increase.items():
-                sums[bucket] = sums.get(bucket, 0) + count
+            if sums:
+                for bucket, count in increase.items():
+                    sums[bucket] = sums.get(bucket, 0) + count
+            else:
+                sums.update(increase)
 
     def values(self) -> tuple[float, ...]:
         """Values in the order of SERIES; nan if unknown."""
@@ -122,67 +125,81 @@ def _quantiles_ms(sparse: dict[int, int], bounds: tuple[float, ...]) -> tuple[fl
     """The median and the 95th percentile; nan if there is nothing."""
     if not sparse:
         return nan, nan
-    counts = [0] * (len(bounds) + 1)
-    for bucket, count in sparse.items():
-        counts[bucket] = count
-    median, p95 = (quantile(counts, share, bounds) for share in (0.5, 0.95))
-    return nan if median is None else median * 1000, nan if p95 is None else p95 * 1000
+    median, p95 = quantiles(sorted(sparse.items()), (0.5, 0.95), bounds)
+    return median * 1000, p95 * 1000
 
 
 class _Ring:
-    """The points of one range. `slot`: number of the running point, counted from the Unix epoch."""
+    """The points of one range. `slot`: number of the running point, counted from the Unix epoch.
 
-    __slots__ = ("_columns", "_now", "_step", "slot")
+    A row has the values of one point in the order of SERIES. Rows of ended points follow each other
+    in one array, which grows until it has POINTS rows: with many workers, an array per series would
+    cost a cache miss each.
+    """
+
+    __slots__ = ("_first", "_now", "_rows", "_step", "slot")
 
     def __init__(self, step: int) -> None:
         self._step = step
-        self._columns = tuple(array("f", [nan]) * POINTS for _ in SERIES)
+        self._rows = array("f")
         self._now = Bin()
         self.slot = -1
+        self._first = 0  # the slot of the first row, before the array was full
 
     def add(self, at: float, counts: Bin) -> None:
-        self._move(int(at // self._step))
+        slot = int(at // self._step)
+        if slot != self.slot:
+            self._move(slot)
         self._now.add(counts)
 
     def read(self, name: str, at: float) -> list[float | None]:
         """POINTS values; the last one is of the point that contains `at`."""
         column = SERIES.index(name)
         newest = int(at // self._step)
-        values = self._columns[column]
+        values = self._rows[column :: len(SERIES)]
         running = self._now.values()[column] if self._now.samples else nan
+        oldest = self._oldest()
         points = []
         for slot in range(newest - POINTS + 1, newest + 1):
             value = nan
             if slot == self.slot:
                 value = running
-            elif self.slot - POINTS < slot < self.slot:
-                value = values[slot % POINTS]
+            elif oldest <= slot < self.slot:
+                value = values[(slot - self._first) % POINTS]
             points.append(None if isnan(value) else float(f"{value:.4g}"))
         return points
 
     def mean(self, name: str, at: float, points: int) -> float | None:
-        column = self._columns[SERIES.index(name)]
-        oldest = max(int(at // self._step) - points, self.slot - POINTS + 1)
-        slots = range(oldest, self.slot)
-        values = [value for slot in slots if not isnan(value := column[slot % POINTS])]
+        column = SERIES.index(name)
+        oldest = max(int(at // self._step) - points, self._oldest())
+        places = (self._place(slot) + column for slot in range(oldest, self.slot))
+        values = [value for place in places if not isnan(value := self._rows[place])]
         return float(f"{sum(values) / len(values):.4g}") if values else None
 
+    def _oldest(self) -> int:
+        """The oldest slot that has a row."""
+        return max(self._first, self.slot - POINTS + 1)
+
+    def _place(self, slot: int) -> int:
+        """The index of the first value of the slot's row."""
+        return (slot - self._first) % POINTS * len(SERIES)
+
     def _move(self, slot: int) -> None:
-        """Move to a later point. All points are cleared if the clock was set back."""
-        if slot == self.slot:
-            return
-        if self.slot < slot < self.slot + POINTS:
-            row = self._now.values() if self._now.samples else (nan,) * len(SERIES)
-            ended = self.slot % POINTS
-            for column, value in zip(self._columns, row, strict=True):
-                column[ended] = value
+        """Move to another point. All points are cleared if the clock was set back."""
+        if 0 <= self.slot < slot < self.slot + POINTS:
+            self._store(self.slot, array("f", self._now.values()) if self._now.samples else _NO_ROW)
             for missed in range(self.slot + 1, slot):
-                for column in self._columns:
-                    column[missed % POINTS] = nan
+                self._store(missed, _NO_ROW)
         else:
-            for column in self._columns:
-                column[:] = array("f", [nan]) * POINTS
+            self._first, self._rows = slot, array("f")
         self.slot, self._now = slot, Bin()
+
+    def _store(self, slot: int, row: array[float]) -> None:
+        place = self._place(slot)
+        self._rows[place : place + len(SERIES)] = row  # appends it until the array is full
+
+
+_NO_ROW: Final = array("f", [nan]) * len(SERIES)
 
 
 class Track:
@@ -209,8 +226,8 @@ class Track:
             for name in _COUNTED:
                 # A total that fell was reset.
                 setattr(counts, name, max(0, getattr(totals, name) - getattr(before, name)))
-            counts.firsts = dict(_increase(before.firsts, totals.firsts))
-            counts.gaps = dict(_increase(before.gaps, totals.gaps))
+            counts.firsts = _increase(before.firsts, totals.firsts)
+            counts.gaps = _increase(before.gaps, totals.gaps)
         self.add(at, counts)
         return counts
 
@@ -227,13 +244,14 @@ class Track:
         return self._rings[secs].mean(name, at, points)
 
 
-def _increase(before: Sequence[int], now: Sequence[int]) -> Iterator[tuple[int, int]]:
-    if before and before == now:
-        return
-    past = before or (0,) * len(now)
-    for bucket, (then, count) in enumerate(zip(past, now, strict=True)):
-        if count > then:
-            yield bucket, count - then
+def _increase(before: Sequence[int], now: Sequence[int]) -> dict[int, int]:
+    """What was added to each bucket, without those to which nothing was; a total that fell was
+    reset."""
+    if before == now:
+        return {}
+    added = list(map(sub, now, before)) if before else now
+    buckets = zip(compress(range(len(now)), added), filter(None, added), strict=True)
+    return {bucket: more for bucket, more in buckets if more > 0}
 
 
 class History:

@@ -169,8 +169,8 @@ def test_the_tracks_of_all_workers_have_at_most_16_mib():
     )
     tracemalloc.start()
     try:
-        tracks = [Track() for _ in range(10)]
-        for at in range(0, 600, 5):  # the points of a range are allocated at once
+        tracks = [Track() for _ in range(3)]
+        for at in range(0, max(STEPS) + 1, 5):  # until all ranges are full
             for track in tracks:
                 track.sample(START + at, totals, 1, 1)
         used, _ = tracemalloc.get_traced_memory()
@@ -179,9 +179,12 @@ def test_the_tracks_of_all_workers_have_at_most_16_mib():
     assert used / len(tracks) * MAX_WORKERS < 16 * 1024 * 1024
 
 
-@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 50)), max_size=30))
-def test_a_track_equals_a_dict_of_all_steps(samples):
-    track, model, at = Track(), {}, START
+@given(
+    st.sampled_from([START, 0.0]),
+    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 50)), max_size=30),
+)
+def test_a_track_equals_a_dict_of_all_steps(at, samples):
+    track, model = Track(), {}
     for wait, in_flight in samples:
         at += wait
         track.sample(at, WorkerTotals(), in_flight)
@@ -193,6 +196,9 @@ def test_a_track_equals_a_dict_of_all_steps(samples):
     ]
     assert track.read(900, "in_flight", at) == pytest.approx(expected)
     assert start_of(900, at) == (newest - POINTS + 1) * 5
+    ended = [value for value in expected[-61:-1] if value is not None]
+    mean = pytest.approx(sum(ended) / len(ended), rel=1e-3) if ended else None
+    assert track.mean(900, "in_flight", at, 60) == mean
 
 
 def end_second(history, at, requests=0, in_flight=0, waiting=0):
