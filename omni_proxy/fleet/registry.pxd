@@ -5,7 +5,7 @@ cdef class Fleet:
     cdef public bint had_workers, _has_base_models
     cdef public dict _by_url
     cdef public object models, _adapters
-    cdef public dict _candidates, _pools, _known_ranks
+    cdef public dict candidate_cache, _pools, _known_ranks
     cdef public list _watchers, _member_watchers, _worker_watchers, _health_watchers
     cdef public list _ejection_watchers, _cache_watchers, _replaced_watchers
 

@@ -65,7 +65,9 @@ class Fleet:
         self.models: set[str] = set()
         self._adapters: frozenset[str] = frozenset()
         self._has_base_models = False
-        self._candidates: dict[tuple[str | None, int], list[Worker]] = {}
+        # The lists of `candidates`, by known model (or None, or "" for all others) and mask; each
+        # change clears it.
+        self.candidate_cache: dict[tuple[str | None, int], list[Worker]] = {}
         self._pools: dict[tuple[Role, str | None, int], list[Worker]] = {}
         self._known_ranks: dict[Worker, list[DpRank]] = {}
         self._watchers: list[Callable[[], None]] = []
@@ -178,7 +180,7 @@ class Fleet:
     @property
     def candidate_lists(self) -> int:
         """How many lists `candidates` and `pool` keep; at most `CANDIDATE_LISTS` each."""
-        return len(self._candidates) + len(self._pools)
+        return len(self.candidate_cache) + len(self._pools)
 
     def candidates(self, model: str | None, mask: int) -> list[Worker]:
         """Routable regular workers with every capability of `mask`, narrowed to the model.
@@ -190,12 +192,12 @@ class Fleet:
             # One key for all unknown names, because clients may send any number of them.
             model = "" if self._has_base_models else None
         key = (model, mask)
-        candidates = self._candidates.get(key)
+        candidates = self.candidate_cache.get(key)
         if candidates is None:
             candidates = self._select("regular", model, mask)
-            if len(self._candidates) >= CANDIDATE_LISTS:
-                self._candidates.clear()
-            self._candidates[key] = candidates
+            if len(self.candidate_cache) >= CANDIDATE_LISTS:
+                self.candidate_cache.clear()
+            self.candidate_cache[key] = candidates
         return candidates
 
     def pool(self, role: Role, model: str | None, mask: int) -> list[Worker]:
@@ -444,7 +446,7 @@ class Fleet:
     def _changed(self, worker: Worker | None = None) -> None:
         """Notify the watchers; `worker` if only that one changed."""
         self.revision += 1
-        self._candidates.clear()
+        self.candidate_cache.clear()
         self._pools.clear()
         if worker is None:
             for callback in self._member_watchers:

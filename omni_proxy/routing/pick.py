@@ -76,7 +76,11 @@ def pick_worker(
     `owner`: URL of the worker that keeps the voices, or "".
     Raises HttpError 503 with the reason why no worker is eligible.
     """
-    candidates: Sequence[Worker] = fleet.candidates(requirements.model, requirements.mask)
+    model, mask = requirements.model, requirements.mask
+    # The usual case without a call: a known model that some worker can serve.
+    candidates: Sequence[Worker] = fleet.candidate_cache.get((model, mask)) or fleet.candidates(
+        model, mask
+    )
     if (
         fleet.has_inflight_limits
         or requirements.pinning is not UNPINNED
