@@ -6,13 +6,12 @@ Contract: the record itself never changes; each member defines how it may change
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.admission.queue import Queue
-from omni_proxy.dataplane.exchange.exchange import Recorders
+from omni_proxy.dataplane.exchange.exchange import OUTCOMES, Recorders
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.timers import Timers
 from omni_proxy.dataplane.settings import Settings
@@ -32,8 +31,13 @@ class Totals:
         self.accepted = 0
         self.failed_handshakes = 0  # of TLS
         self.failed_proxy_headers = 0  # connections without a valid PROXY header
-        self.ended: defaultdict[str, int] = defaultdict(int)  # exchanges, by outcome
+        # Exchanges, by outcome. CPython 3.11 counts faster in a plain dict than in a subclass.
+        self.ended: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
         self.across_versions = 0  # responses during which the worker's weights changed
+
+    def ended_by_outcome(self) -> dict[str, int]:
+        """Exchanges that have ended, by outcome; outcomes without any are left out."""
+        return {outcome: count for outcome, count in self.ended.items() if count}
 
 
 @dataclass(frozen=True, slots=True)

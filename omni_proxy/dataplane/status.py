@@ -46,7 +46,7 @@ def totals_record(services: ExchangeServices) -> dict[str, object]:
     counts = counters(services)
     return {
         "connections": services.loop.connections,
-        "ended": dict(services.totals.ended),
+        "ended": services.totals.ended_by_outcome(),
         **counts,
         "failed_proxy_introductions": counts["failed_proxy_headers"],  # old name, for one release
     }

@@ -133,7 +133,10 @@ class AggregateView:
         for name in COUNTERS:
             counts[name] = int(str(counts[name])) + self._sum_of(name)
         counts["failed_proxy_introductions"] = counts["failed_proxy_headers"]  # the old name
-        ended = Counter(self._dataplane.services.totals.ended) + self._manager.exited_outcomes
+        ended = (
+            Counter(self._dataplane.services.totals.ended_by_outcome())
+            + self._manager.exited_outcomes
+        )
         for stats in all_stats:
             ended.update(stats.ended)
         counts["ended"] = dict(ended)

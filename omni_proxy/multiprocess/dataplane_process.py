@@ -381,7 +381,7 @@ class DataPlaneProcess:
                 "rejected": dataplane.inflight.rejected,
                 "stalls": self._watchdog.stalls,
             },
-            ended=dict(dataplane.services.totals.ended),
+            ended=dataplane.services.totals.ended_by_outcome(),
             connections=dataplane.loop.connections,
             waiting=dataplane.queue.waiting,
             held_bytes=dataplane.inflight.held_bytes,

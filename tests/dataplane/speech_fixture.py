@@ -167,7 +167,7 @@ class RunningDataPlane:
     async def wait_until_drained(self):
         """Wait until the proxy has no connections; returns the counts of outcomes."""
         await self.dataplane.drained()
-        return dict(self.dataplane.services.totals.ended)
+        return self.dataplane.services.totals.ended_by_outcome()
 
 
 def entry(url, model=None, capabilities=CAPABILITIES, **tls):

@@ -9,7 +9,7 @@ current ones; a reload replaces them.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol, get_args
 
 import msgspec
 
@@ -27,6 +27,7 @@ Outcome = Literal[
     "", "completed", "refused", "client_disconnected", "stream_cancelled", "client_stalled",
     "timed_out", "stream_error", "upstream_error", "cut_by_proxy",
 ]  # fmt: skip
+OUTCOMES: Final[tuple[Outcome, ...]] = tuple(filter(None, get_args(Outcome)))
 EndedBy = Literal["", "client", "proxy", "worker"]
 
 
