@@ -32,13 +32,11 @@ def finalize(
         worker = exchange.last_worker
     if has_extras:
         _settle_extras(services, exchange, worker)
-    totals, recorders = services.totals, services.recorders
-    if worker is not None and worker.weight_version is not exchange.weight_version:
-        totals.across_versions += exchange.spans_versions(worker)
+    recorders = services.recorders
     services.inflight.dismiss(exchange)
     if services.queue.waiting:
         services.queue.serve()
-    totals.ended[outcome] += 1
+    services.totals.ended[outcome] += 1
     if recorders.meters is not None:
         recorders.meters.record(exchange, worker)
     if recorders.access_log is not None or recorders.route_log is not None:
@@ -46,8 +44,10 @@ def finalize(
 
 
 def _settle_extras(services: ExchangeServices, exchange: Exchange, worker: Worker | None) -> None:
-    """End the parts that only some exchanges have: another leg, a trace, a caller, and a policy or
-    metrics that read the response."""
+    """End the parts that only some exchanges have: another leg, a trace, a caller, a policy or
+    metrics that read the response, and other weights at its end than at its start."""
+    if worker is not None and worker.weight_version is not exchange.weight_version:
+        services.totals.across_versions += exchange.spans_versions(worker)
     if exchange.legs is not None:
         services.balancer.release_prefill(exchange.legs)
     trace, recorders = exchange.trace, services.recorders

@@ -95,7 +95,10 @@ def start_waiting(io: AttemptIO, exchange: Exchange, secs: float) -> None:
     exchange.sent_at = now = loop.now
     # The time since the start of the iteration was spent in the proxy.
     exchange.own_secs += clock() - now
-    io.set_timeout("wait", secs)
+    # inlined: IoTask.set_timeout
+    io.phase = "wait"
+    due = now + secs
+    io.phase_deadline = due if due < io.deadline else io.deadline  # noqa: FURB136
 
 
 def read_complete_response(

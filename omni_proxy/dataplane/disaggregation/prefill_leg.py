@@ -207,9 +207,14 @@ class PrefillLeg(SideTask):
         loop.side_tasks += 1
         loop.tasks.add(self)
         # As `start_waiting`, but the proxy's own time is counted only for the decode leg.
-        exchange.sent_at = loop.now
-        self.set_timeout("wait", self.settings.timeouts.prefill_head)
-        stream.write_soon(encode_request(pool.own_lines, [lines], length_line, body))
+        exchange.sent_at = now = loop.now
+        # inlined: IoTask.set_timeout
+        self.phase = "wait"
+        due = now + self.settings.timeouts.prefill_head
+        self.phase_deadline = due if due < self.deadline else self.deadline  # noqa: FURB136
+        # inlined: Stream.write_soon
+        stream.pending = encode_request(pool.own_lines, [lines], length_line, body)
+        loop.pending_writers.append(stream)
 
     def step(self, error: BaseException | None = None) -> None:
         """Without a coroutine, handle an event of the connection or a timeout. Anything but an
@@ -248,7 +253,7 @@ class PrefillLeg(SideTask):
         if body is None or status >= 400:
             return False
         exchange, loop = self.exchange, self.loop
-        exchange.end("completed", "")
+        exchange.outcome = "completed"  # inlined: Exchange.end
         exchange.status, exchange.body = status, b""
         exchange.response_head_at = exchange.ended_at = loop.now
         if self._needs_payload:
@@ -364,7 +369,8 @@ class PrefillLeg(SideTask):
                 if self.payload:
                     learn_from(recorders, self._prediction, self.payload, self._sent_bytes)
                 self._prediction = None
-            report_success(services.fleet, exchange, worker)
+            if worker.health.failed_requests:  # checked here to save the call in the usual case
+                report_success(services.fleet, exchange, worker)
         services.balancer.release(exchange, worker, result)
         if services.queue.waiting:
             services.queue.serve()

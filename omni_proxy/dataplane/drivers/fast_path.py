@@ -91,8 +91,11 @@ class FastPath(EventHandler):
         self.waiting_on = self.client
 
     def stop(self) -> None:
-        """Pass the events of all streams to the connection's coroutine again."""
+        """Pass the events of all streams to the connection's coroutine again, with the exchange
+        that has begun, if any."""
         io = self._io
+        if io.exchange is not None:
+            io.exchange.reset_result()
         self.client.task = io
         if io.upstream is not None:
             io.upstream.task = io
@@ -190,25 +193,22 @@ class FastPath(EventHandler):
         lines = template.match(chunk[:brace], digits)
         if lines is None:  # a brace in the head, white space before the body, or another head
             lines, body, length_line = self._match_at_blank_line(chunk)
-            size = len(body)
         if lines is None or cached.source is not io.settings.fast_path_cache:
             return False
         try:
             plain = read_plain_body(cached.route, body) if cached.reads_plain_body else None
             decode = cached.decode_ascii if body.isascii() else cached.decode
-            need = plain or requirements_of_fields(cached.route, decode(body))
-            if cached.decodes_later:
-                need.decoded, need.undecoded = None, body
+            undecoded = body if cached.decodes_later else b""
+            need = plain or requirements_of_fields(cached.route, decode(body), undecoded)
             balancer = services.balancer
             if balancer.aliases is not None and need.model in balancer.aliases.splits:
                 set_alias(balancer.aliases, need, cached.route, body, cached.head)
             exchange = self._spare or self._new_exchange()
             exchange.recycle(io.loop.now)
-            exchange.bytes_in = size
+            exchange.bytes_in, exchange.policy = len(body), balancer.policy.name
             if (caller := cached.caller) is not None:
-                # inlined: begin_complete_call
                 if caller.begun < caller.fast_path_bound and exchange.started_at < caller.until:
-                    caller.begun += 1
+                    caller.begun += 1  # inlined: begin_complete_call
                     exchange.reserved = 0
                 elif not begin_complete_call(exchange, caller, need, body):
                     return False
@@ -219,7 +219,6 @@ class FastPath(EventHandler):
             head_id = lines[template.id_index] if template.id_index > 0 else cached.head.request_id
             exchange.request_id = head_id or id_from_body(need)
             is_special = set_requirements(io, exchange, need, lines, body)
-            exchange.trace, exchange.policy = None, balancer.policy.name
             if cached.tracing is not None:
                 self._begin_trace(exchange, lines, cached.tracing)
             target = worker = balancer.acquire(exchange)
@@ -231,23 +230,24 @@ class FastPath(EventHandler):
         except _REFUSALS:
             return False
         pool = services.upstream_pools.known.get(target) or services.upstream_pools.of(target)
-        if (upstream := pool.reuse(self)) is None:
+        if not (idle := pool.idle):  # inlined: UpstreamPool.reuse
             return False
-        io.upstream, self.waiting_on, self._pool = upstream, upstream, pool
+        io.upstream = self.waiting_on = upstream = idle.pop()
+        upstream.task, self._pool = self, pool
         if worker.api_key_env or exchange.trace is not None:
             lines = self._lines_for(exchange, target, lines)
-        request = encode_request(pool.own_lines, lines, length_line, body)
+        upstream.pending = encode_request(pool.own_lines, lines, length_line, body)
         start_waiting(io, exchange, io.settings.timeouts.response_head)
-        upstream.write_soon(request)
+        io.loop.pending_writers.append(upstream)  # inlined: Stream.write_soon
         return not upstream.readable
 
     def _begin_trace(self, exchange: Exchange, lines: list[bytes], tracing: Tracing) -> None:
         """Begin the trace of the request; an unsampled one only adds a line to the head."""
-        cached = self.cached
-        if (draw := getrandbits(DRAW_BITS)) >= cached.sampled_below:
+        if (draw := getrandbits(DRAW_BITS)) >= self.cached.sampled_below:
+            exchange.trace = None
             lines.append(UNSAMPLED_LINE % draw)
         else:
-            exchange.trace = tracing.begin_from_parts(lines, cached.trace_index)
+            exchange.trace = tracing.begin_from_parts(lines, self.cached.trace_index)
 
     def _lines_for(self, exchange: Exchange, target: Worker, lines: list[bytes]) -> list[bytes]:
         """Add the trace's context and the worker's own key to the head."""
@@ -293,10 +293,11 @@ class FastPath(EventHandler):
         template, size = pool.response_template, len(body)
         length_line = LENGTHS[size][1] if size < CACHED_LENGTHS else length_lines(size)[1]
         exchange.response_head_at = exchange.first_at = io.loop.now
-        client.write_soon(b"".join([
+        client.pending = b"".join([
             template.lines, *diagnostic_fields(exchange), exchange.weight_version.lines,
             length_line, body,
-        ]))  # fmt: skip
+        ])  # fmt: skip
+        io.loop.pending_writers.append(client)  # inlined: Stream.write_soon
         # inlined: Exchange.end
         exchange.status, exchange.chunks, exchange.bytes_out = template.status, 1, size
         exchange.relayed, exchange.single_chunk, exchange.outcome = True, sent_at_once, "completed"

@@ -173,8 +173,8 @@ class FastPairPath(FastPath):
         prefill = other.worker if other is not None else None
         if legs is None or other is None or prefill is None or need is None or worker is None:
             return False
-        trace, pools, waits = exchange.trace, io.services.upstream_pools, legs.connector == "nixl"
-        known_pools = pools.known
+        trace, pools, connector = exchange.trace, io.services.upstream_pools, legs.connector
+        known_pools, waits = pools.known, connector == "nixl"
         target = other.rank or prefill
         pool = prefill_pool = known_pools.get(target) or pools.of(target)
         if not waits:
@@ -187,12 +187,12 @@ class FastPairPath(FastPath):
             body = b"".join(parts_for_target(need, self.cached.route, body))
         bodies = (
             self._sglang_bodies(legs, prefill, body, need, exchange.rank)
-            if legs.connector == "sglang"
+            if connector == "sglang"
             else self._vllm_bodies(legs, prefill, body, need.body_fields)
         )
         if bodies is None or not io.services.inflight.try_to_hold(exchange, 2 * size):
             return False
-        if legs.connector == "sglang":
+        if connector == "sglang":
             text = b"".join(lines)
             self._lines = text if self._with_rid is None else without_encoding(text)
         else:
@@ -331,19 +331,18 @@ class FastPairPath(FastPath):
             lines = lines_with_own_key(worker, lines)
         request = encode_request(pool.own_lines, [lines], length_line, body)
         start_waiting(io, exchange, io.settings.timeouts.response_head)
-        upstream.write_soon(request)
+        # inlined: Stream.write_soon
+        upstream.pending = request
+        io.loop.pending_writers.append(upstream)
         return not upstream.readable
 
     def _relay(
         self, exchange: Exchange, upstream: Stream, chunk: bytes, sent_at_once: bool = True
     ) -> bool:
-        leg, legs, pool, worker = self._leg, exchange.legs, self._pool, exchange.worker
-        if leg is None or legs is None or pool is None or worker is None:
+        leg, legs, pool = self._leg, exchange.legs, self._pool
+        if leg is None or legs is None or pool is None:
             return super()._relay(exchange, upstream, chunk)
-        if (
-            worker.weight_version is not exchange.weight_version
-            or leg.worker.weight_version is not leg.exchange.weight_version
-        ):
+        if leg.worker.weight_version is not leg.exchange.weight_version:
             return False
         if pool.response_template.status >= 400:
             pool.response_template = NOT_CACHED  # the next step sets it for this response

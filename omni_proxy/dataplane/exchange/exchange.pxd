@@ -16,6 +16,7 @@ cdef class Exchange:
     cdef public object weight_version, worker_seen, candidates, outcome, ended_by, error, phase
 
     cpdef recycle(self, double now)
+    cpdef reset_result(self)
 
 
 cdef class Recorders:

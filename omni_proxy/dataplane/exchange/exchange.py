@@ -110,13 +110,19 @@ class Exchange:
     def recycle(self, now: float) -> None:
         """Reset it for the next request with the same head on the same connection. Only for an
         exchange that the fast path has completed: fields that the fast path never sets are not
-        reset, nor fields of the head, nor fields that every request sets before they are read."""
+        reset, nor fields of the head, nor fields that every request sets before they are read. Its
+        result stays until the fast path sets the next one, or calls `reset_result`."""
         self.started_at = self.head_at = self.body_at = now
-        self.sent_at = self.response_head_at = self.first_at = self.own_secs = 0.0
-        self.attempts = self.status = self.bytes_out = self.chunks = 0
+        self.sent_at = self.own_secs = 0.0
+        self.attempts = 0
+        self.candidates = None
+
+    def reset_result(self) -> None:
+        """Reset the result of the request before, as the coroutine continues a recycled one."""
+        self.response_head_at = self.first_at = 0.0
+        self.status = self.bytes_out = self.chunks = 0
         self.outcome = self.phase = ""
         self.relayed = self.single_chunk = False
-        self.candidates = None
 
     def end(self, outcome: Outcome, by: EndedBy, error: str = "", *, phase: str = "") -> None:
         """Record how it ended and in which phase; only the first call counts."""

@@ -144,7 +144,10 @@ class Stream(PendingWriter):
             self.readable = False
             return None
         # A short read has drained the socket. A close is reported by no further edge.
-        self.readable = len(chunk) == size or self.peer_closed
+        if len(chunk) == size:  # in an `if`, CPython 3.11 compares ints without a call
+            self.readable = True
+        else:
+            self.readable = self.peer_closed
         return chunk
 
     def sendmsg(self, chunks: Sequence[bytes | memoryview]) -> int:

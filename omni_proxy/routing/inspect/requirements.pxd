@@ -6,6 +6,7 @@ cdef class Requirements:
     cdef public object pinning
     cdef public str named_worker
     cdef public object decoded
+    cdef public bytes undecoded
     cdef public str affinity_key
     cdef public object version_constraint
     cdef public tuple rids
@@ -16,4 +17,3 @@ cdef class Requirements:
     cdef public Py_ssize_t dp_rank
     cdef public bint names_rank_in_body
     cdef public object legs, alias, prediction
-    cdef public bytes undecoded

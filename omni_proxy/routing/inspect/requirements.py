@@ -99,6 +99,7 @@ class Requirements(msgspec.Struct, gc=False):
     pinning: Pinning = UNPINNED
     named_worker: str = ""  # id or URL, for Pinning.NAMED
     decoded: RoutedFields | None = None  # what `body_fields` returns, unless `undecoded` is set
+    undecoded: bytes = b""  # the body, if it is decoded only when `body_fields` is read
     affinity_key: str = ""  # keeps a session on its worker, for policies that use it
     version_constraint: VersionConstraint | None = None  # which weights it accepts; None: any
     rids: tuple[str, ...] = ()  # ids at the engine, if the body has them (SGLang)
@@ -112,7 +113,6 @@ class Requirements(msgspec.Struct, gc=False):
     alias: AliasRequirement | None = None  # if set, `model` is the chosen target's
     # Predicted cache of the latest pick's worker, for policies that compare it with the response.
     prediction: CachePrediction | None = None
-    undecoded: bytes = b""  # the body, if it is decoded only when `body_fields` is read
 
     @property
     def body_fields(self) -> BodyFields | None:
@@ -284,9 +284,11 @@ def has_json_body(route: Route, facts: HeadFacts) -> bool:
     return complete == b"application/json" or b"json" in complete.lower()
 
 
-def requirements_of_fields(route: Route, payload: RoutedFields) -> Requirements:
+def requirements_of_fields(
+    route: Route, payload: RoutedFields, undecoded: bytes = b""
+) -> Requirements:
     """The requirements of the fields of a JSON body; for a route of speech, of its `BodyFields`.
-    Raises HttpError 400."""
+    `undecoded`: the body, if `payload` does not have all of its fields. Raises HttpError 400."""
     model, mask, stream = payload.model, route.mask, payload.stream is True
     if not model or not model.isascii() or len(model) > MAX_MODEL_CHARS:
         model, payload.model = _named(model), None
@@ -300,7 +302,9 @@ def requirements_of_fields(route: Route, payload: RoutedFields) -> Requirements:
     spelled = b"".join((payload.messages,))  # `bytes` is slower in CPython 3.11
     if spelled.rfind(b"[") > 0:  # there may be a list of parts
         mask |= _parts(payload.messages, spelled)
-    requirements = Requirements(mask, model, stream, request_id, route.pinning, "", payload)
+    requirements = Requirements(
+        mask, model, stream, request_id, route.pinning, "", payload, undecoded
+    )
     # Nearly every body has none of these; a comparison each is faster than a tuple of them.
     if (
         payload.rid is not None or payload.modalities is not None or payload.audio is not None

@@ -33,6 +33,7 @@ def test_recycling_resets_all_fields_that_requests_do_not_always_set():
     for name in set(Exchange.__slots__) - NEVER_SET - CLEARED:
         set_any(used, name)
     used.recycle(1.0)
+    used.reset_result()
     differing = {
         name for name in Exchange.__slots__ if getattr(used, name) != getattr(new, name)
     } - {"started_at"}
