@@ -78,9 +78,8 @@ def pick_worker(
     """
     model, mask = requirements.model, requirements.mask
     # The usual case without a call: a known model that some worker can serve.
-    candidates: Sequence[Worker] = fleet.candidate_cache.get((model, mask)) or fleet.candidates(
-        model, mask
-    )
+    cached = fleet.candidate_cache.get((model, mask))
+    candidates: Sequence[Worker] = cached or fleet.candidates(model, mask)
     if (
         fleet.has_inflight_limits
         or requirements.pinning is not UNPINNED
