@@ -132,15 +132,20 @@ class LateHistogram(Histogram):
 
 def quantile(counts: Sequence[int], share: float, bounds: tuple[float, ...] = FINE) -> float | None:
     """The quantile `share`, 0 to 1, of values counted by bucket of `bounds`; None if none."""
-    found = quantiles([bucket for bucket in enumerate(counts) if bucket[1]], (share,), bounds)
+    found = quantiles(filled_buckets(counts), (share,), bounds)
     return found[0] if found else None
+
+
+def filled_buckets(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Index and count of each bucket that is not empty, in order."""
+    return [bucket for bucket in enumerate(counts) if bucket[1]]
 
 
 def quantiles(
     buckets: Sequence[tuple[int, int]], shares: Sequence[float], bounds: tuple[float, ...] = FINE
 ) -> list[float]:
     """The quantiles `shares`, in ascending order, as `quantile`; an empty list if there are no
-    values. `buckets`: index and count of each bucket that is not empty, in order."""
+    values. `buckets`: as `filled_buckets` returns them."""
     total = sum(count for _, count in buckets)
     found: list[float] = []
     below = 0

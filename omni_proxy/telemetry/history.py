@@ -187,9 +187,10 @@ class _Ring:
     def _move(self, slot: int) -> None:
         """Move to another point. All points are cleared if the clock was set back."""
         if 0 <= self.slot < slot < self.slot + POINTS:
-            self._store(self.slot, array("f", self._now.values()) if self._now.samples else _NO_ROW)
+            ended = array("f", self._now.values()) if self._now.samples else _EMPTY_ROW
+            self._store(self.slot, ended)
             for missed in range(self.slot + 1, slot):
-                self._store(missed, _NO_ROW)
+                self._store(missed, _EMPTY_ROW)
         else:
             self._first, self._rows = slot, array("f")
         self.slot, self._now = slot, Bin()
@@ -199,7 +200,7 @@ class _Ring:
         self._rows[place : place + len(SERIES)] = row  # appends it until the array is full
 
 
-_NO_ROW: Final = array("f", [nan]) * len(SERIES)
+_EMPTY_ROW: Final = array("f", [nan]) * len(SERIES)
 
 
 class Track:

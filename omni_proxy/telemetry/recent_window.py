@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.disaggregation.explanation import PickRecord
-from omni_proxy.telemetry.histogram import FINE, quantile
+from omni_proxy.telemetry.histogram import FINE, filled_buckets, quantiles
 
 if TYPE_CHECKING:
     from omni_proxy.dataplane.exchange.exchange import Exchange
@@ -297,8 +297,9 @@ def _since(exchange: Exchange, at: float) -> float | None:
 
 
 def _firsts(slot: WindowCounts) -> tuple[float | None, float | None]:
-    return _ms(quantile(slot.firsts, 0.5)), _ms(quantile(slot.firsts, 0.99))
-
-
-def _ms(secs: float | None) -> float | None:
-    return None if secs is None else round(secs * 1000, 1)
+    """The median and the 99th percentile in milliseconds; None if there is nothing."""
+    found = quantiles(filled_buckets(slot.firsts), (0.5, 0.99))
+    if not found:
+        return None, None
+    median, p99 = found
+    return round(median * 1000, 1), round(p99 * 1000, 1)
